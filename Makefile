@@ -1,0 +1,27 @@
+# Every target sets up .venv first (scripts/setup_venv.sh does nothing when it is up to date).
+PY := .venv/bin/python
+
+.PHONY: setup train test lint bench bench-planner clean
+
+setup:
+	@scripts/setup_venv.sh
+
+train: setup
+	@$(PY) scripts/train_demo.py
+
+test: setup lint
+	@$(PY) -m pytest -q
+
+lint: setup
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@.venv/bin/mypy megatron_fssdp scripts benchmarks
+
+bench: setup
+	@$(PY) benchmarks/layer.py
+
+bench-planner: setup
+	@$(PY) benchmarks/planner.py
+
+clean:
+	rm -rf .venv build runs .cache *.egg-info

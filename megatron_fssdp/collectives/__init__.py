@@ -1,0 +1,1 @@
+"""SparseAllGather and SparseReduceScatter over a torch.distributed group."""

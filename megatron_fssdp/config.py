@@ -1,0 +1,96 @@
+"""The settings: the only list of them.
+
+Each field is a command-line flag (`fssdp_num_replica_slots` is `--fssdp-num-replica-slots`) and
+the string below it is the flag's help. Megatron stores flags in checkpoints and reads them back
+under an allow-list, so fields hold str, int, float, bool or None only. This file may not import
+`annotations` from `__future__`: Megatron's flag builder reads the types.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FSSDPConfig:
+    """Fully Sharded Sparse Data Parallelism of the experts; off unless --moe-parallel fssdp."""
+
+    moe_parallel: Literal["ep", "fssdp"] = "ep"
+    """How the experts of a MoE layer are spread over the expert-parallel group. ep: Megatron's
+    expert parallelism, untouched. fssdp: each expert has one owner, and the experts that draw the
+    most tokens are copied into other ranks' spare slots for one iteration."""
+
+    fssdp_num_replica_slots: int = 2
+    """Spare expert slots of each rank in each MoE layer. Each holds the weights and the gradient
+    of one expert while the layer runs. 0 shards experts but copies none."""
+
+    fssdp_prediction_window: int = 5
+    """Iterations whose measured loads are averaged to predict the next iteration's."""
+
+    fssdp_overlap_degree: str = "auto"
+    """Experts that may be copied to a rank while the layers before compute, free of charge (the
+    paper's t), or auto: from the measured times of this run."""
+
+    fssdp_ranks_per_node: int | None = None
+    """Ranks of the expert-parallel group that share a node, for copies that cross node borders
+    last. Default: from the launcher (LOCAL_WORLD_SIZE)."""
+
+    fssdp_planner: Literal["gain", "load"] = "gain"
+    """Which experts are copied, and where. gain: each slot goes to the copy that lowers the
+    fullest rank most. load: the paper's algorithm 1, the most loaded experts first."""
+
+    fssdp_balance_tolerance: float = 0.01
+    """Copy no more once the fullest rank is predicted to hold at most this fraction more tokens
+    than the mean."""
+
+    fssdp_log_plan: int = 0
+    """Iterations between two printed plans (replicas and predicted balance by layer); 0: none."""
+
+    fssdp_load_log: str | None = None
+    """Folder to write each iteration's measured expert loads to (works with --moe-parallel ep
+    too); none by default."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that no cluster makes right."""
+        for name, least in (
+            ("fssdp_num_replica_slots", 0),
+            ("fssdp_prediction_window", 1),
+            ("fssdp_ranks_per_node", 1),
+            ("fssdp_balance_tolerance", 0),
+            ("fssdp_log_plan", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise ValueError(f"{flag_of(name)} is {value}; use {least} or more.")
+        for name in ("moe_parallel", "fssdp_planner"):
+            allowed = ALLOWED[name]
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{flag_of(name)} is {getattr(self, name)!r}; use {' or '.join(allowed)}."
+                )
+        degree = self.fssdp_overlap_degree
+        if degree != "auto" and not str(degree).isdecimal():
+            raise ValueError(
+                f"--fssdp-overlap-degree is {degree!r}; use auto or a whole number, 0 or more."
+            )
+
+    @property
+    def overlap_degree(self) -> int | None:
+        """Experts per rank that may be copied unseen; None: measure it."""
+        return None if self.fssdp_overlap_degree == "auto" else int(self.fssdp_overlap_degree)
+
+    @classmethod
+    def from_args(cls, args: Any) -> "FSSDPConfig":
+        """Read the settings from Megatron's parsed arguments.
+
+        Raises:
+            ValueError: a value is out of range; the message names the flag and what is allowed.
+        """
+        return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
+
+
+ALLOWED = {"moe_parallel": ("ep", "fssdp"), "fssdp_planner": ("gain", "load")}
+
+
+def flag_of(name: str) -> str:
+    """Spell a field as its flag: `fssdp_log_plan` is `--fssdp-log-plan`."""
+    return "--" + name.replace("_", "-")

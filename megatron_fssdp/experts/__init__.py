@@ -1,0 +1,1 @@
+"""Expert slots behind the router's experts. Knows torch, not Megatron."""

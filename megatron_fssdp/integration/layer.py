@@ -1,0 +1,124 @@
+"""FSSDPMoELayer: Megatron's MoE layer with physical expert slots behind its logical experts.
+
+Router, aux losses, shared experts, token dispatcher and expert module are Megatron's. Between the
+router and the dispatcher the routing map is translated from logical experts to slots, and the
+experts compute with the slots' weights. What is added to a stock forward, in order:
+
+    route       stock
+    preprocess  count tokens -> quotas -> translate the routing map -> fetch replicas, then stock
+    dispatch    stock, told that the layer has (ranks * slots) experts
+    experts     stock module on the slots' weights
+    combine     stock
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_fssdp.experts.materialize import materialize
+from megatron_fssdp.experts.routing import translate_routing
+from megatron_fssdp.integration.runtime import FSSDPRuntime
+from megatron_fssdp.integration.slot_experts import build_slot_experts
+
+
+class FSSDPMoELayer(MoELayer):
+    """A MoE layer whose hot experts are replicated for the iteration.
+
+    Takes MoELayer's arguments and the runtime that plans for all layers of the process.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules | None = None,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        is_mtp_layer: bool = False,
+        name: str | None = None,
+        *,
+        runtime: FSSDPRuntime,
+    ) -> None:
+        groups = pg_collection if pg_collection is not None else get_default_pg_collection()
+        super().__init__(config, submodules, layer_number, groups, is_mtp_layer, name)
+        self._runtime = runtime
+        self._index = runtime.add_layer(config.num_moe_experts, self.ep_group)
+        num_slots = runtime.num_slots(self._index)
+        self.token_dispatcher = _build_physical_dispatcher(
+            self.token_dispatcher, config, num_slots, groups
+        )
+        # Kept out of the module tree: state_dict, parameters() and DDP see a stock layer.
+        object.__setattr__(
+            self,
+            "_slot_experts",
+            build_slot_experts(self.experts, num_slots, self.submodules.experts, groups),
+        )
+        self._slot_weights: tuple[torch.Tensor, ...] | None = None
+
+    def preprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> Any:
+        """Translate the routing to slots, fetch the replicas, then prepare the dispatch."""
+        layer = self._runtime.begin_forward(
+            self._index, training=self.training, device=routing_map.device
+        )
+        counts_RE = _gather_counts(routing_map, self.ep_group)
+        split_EI, loads_R = layer.split(counts_RE)
+        if self.training:
+            self._runtime.record(self._index, counts_RE, loads_R)
+        routing_map, probs = translate_routing(
+            routing_map, probs, split_EI, layer.physical_EI, layer.num_physical
+        )
+        self._wait_for_parameters()
+        self._slot_weights = materialize(layer.materialization, self._slot_experts.owned_weights)
+        return super().preprocess(hidden_states, probs, routing_map)
+
+    def routed_experts_compute(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Run the slots' experts on the dispatched tokens."""
+        rows, tokens_per_slot, row_probs = self.token_dispatcher.dispatch_postprocess(
+            hidden_states, probs
+        )
+        # Taken, not read: a second forward of this layer (another micro-batch, or the replay of
+        # activation recompute) must never see the weights of the first.
+        weights, self._slot_weights = self._slot_weights, None
+        output = self._slot_experts(rows, tokens_per_slot, row_probs, weights)
+        return self.token_dispatcher.combine_preprocess(output), None
+
+    def _wait_for_parameters(self) -> None:
+        # With --overlap-param-gather DDP waits for a parameter in the forward pre-hook of the
+        # module that registers it. Those modules' forward never runs here, so run their hooks.
+        for module in self.experts.modules():
+            for hook in module._forward_pre_hooks.values():
+                hook(module, ())
+
+
+def _build_physical_dispatcher(
+    stock: Any, config: TransformerConfig, num_slots: int, groups: ProcessGroupCollection
+) -> Any:
+    """Build a dispatcher of the stock one's class for (ranks * slots) experts."""
+    physical_config = copy.copy(config)
+    physical_config.num_moe_experts = groups.ep.size() * num_slots
+    first = groups.ep.rank() * num_slots
+    return type(stock)(
+        num_slots,
+        list(range(first, first + num_slots)),
+        config=physical_config,
+        pg_collection=groups,
+    )
+
+
+def _gather_counts(routing_map_TE: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return (R, E) int64, the tokens that every rank of the group routes to every expert."""
+    counts_E = routing_map_TE.sum(dim=0, dtype=torch.int64)
+    counts = counts_E.new_empty(group.size() * counts_E.numel())
+    dist.all_gather_into_tensor(counts, counts_E, group=group)
+    return counts.view(group.size(), -1)

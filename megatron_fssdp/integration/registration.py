@@ -1,0 +1,99 @@
+"""Hook the plugin into megatron.training: the only place that replaces its functions.
+
+    Megatron's function (module)                    replaced     what is added
+    add_megatron_arguments (training.arguments)     always       our flag group, after Megatron's
+    validate_args (training.arguments)              always       our checks; with fssdp, our layer
+    load_yaml (training.yaml_arguments)             always       a refusal: it drops our flags
+    setup_model_and_optimizer (training.training)   fssdp only   proof that our layers are there
+
+Every replacement calls the function it replaces, with the caller's own arguments, so a script's
+`extra_args_provider` and `args_defaults` work as before. tests/integration/test_registration.py
+fails when Megatron renames one of these.
+"""
+
+import functools
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from typing import Any
+
+from megatron_fssdp.integration import arguments, cpu_platform, validate, versions
+
+_registered = False
+
+
+def register() -> None:
+    """Install the hooks, once per process. See `megatron_fssdp.integration.register`."""
+    global _registered
+    if _registered:
+        return
+    versions.check_core()
+    if cpu_platform.is_requested(sys.argv):
+        cpu_platform.enable(training=True)
+    from megatron.training import arguments as megatron_arguments
+    from megatron.training import yaml_arguments
+
+    _wrap(megatron_arguments, "add_megatron_arguments", _with_our_flags)
+    _wrap(megatron_arguments, "validate_args", _with_our_checks)
+    _wrap(yaml_arguments, "load_yaml", _refusing_our_flags)
+    _registered = True
+
+
+def _wrap(module: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    stock = getattr(module, name)
+    setattr(module, name, functools.wraps(stock)(wrap(stock)))
+
+
+def _with_our_flags(stock: Callable[..., ArgumentParser]) -> Callable[..., ArgumentParser]:
+    def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
+        return arguments.add_arguments(stock(parser))
+
+    return add_megatron_arguments
+
+
+def _with_our_checks(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def validate_args(args: Namespace, *rest: Any, **options: Any) -> Any:
+        result = stock(args, *rest, **options)
+        # After Megatron's own checks: they fill in defaults such as the expert tensor size.
+        validate.validate(args)
+        if args.moe_parallel == "fssdp":
+            _use_fssdp(args)
+        return result
+
+    return validate_args
+
+
+def _refusing_our_flags(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def load_yaml(path: str) -> Any:
+        loaded = stock(path)
+        # The YAML file replaces every parsed flag: ours would be dropped and plain EP would run.
+        asked = arguments.parse_moe_parallel(sys.argv[1:])
+        if "fssdp" in (asked, getattr(loaded, "moe_parallel", None)):
+            raise ValueError(
+                "--moe-parallel fssdp does not work with --yaml-cfg, which replaces all other "
+                "flags; give the settings as flags instead of --yaml-cfg."
+            )
+        return loaded
+
+    return load_yaml
+
+
+def _use_fssdp(args: Namespace) -> None:
+    """Make Megatron build our MoE layer, and stop if the model then has none."""
+    from megatron.training import training
+
+    from megatron_fssdp.integration import spec
+
+    spec.register(args)
+    _wrap(training, "setup_model_and_optimizer", _proving_our_layers)
+
+
+def _proving_our_layers(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def setup_model_and_optimizer(*rest: Any, **options: Any) -> Any:
+        from megatron_fssdp.integration import spec
+
+        model, *others = stock(*rest, **options)
+        spec.assert_fssdp_layers(model)
+        return (model, *others)
+
+    return setup_model_and_optimizer

@@ -1,0 +1,263 @@
+"""The runtime: loads in, plans out, once per iteration, for all MoE layers of this process.
+
+[Note: When a plan changes] Every forward of an iteration, and every replay of activation
+recompute in its backward, uses the same plan: plans change between an optimizer step and the
+first forward after it. The step is seen through torch's own optimizer hook, on all ranks alike,
+so all ranks of an expert-parallel group change plans at the same forward.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from megatron_fssdp.config import FSSDPConfig
+from megatron_fssdp.experts.materialize import Materialization
+from megatron_fssdp.planning.plan import EMPTY, Int64Array, LayerPlan, Plan
+from megatron_fssdp.planning.planner import PlanSettings, plan_layers
+from megatron_fssdp.planning.predict import SlidingMean
+from megatron_fssdp.planning.quotas import balance, rank_loads, split_source
+from megatron_fssdp.planning.schedule import Schedule
+from megatron_fssdp.planning.sharding import shard_evenly
+from megatron_fssdp.planning.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStep:
+    """What one layer's forwards need during one iteration: its plan, ready for the device.
+
+    Attributes:
+        plan: the layer's plan.
+        group: the expert-parallel group.
+        topology: which node each of the group's ranks is on.
+        device: where the layer computes.
+    """
+
+    plan: LayerPlan
+    group: dist.ProcessGroup
+    topology: Topology
+    device: torch.device
+
+    @property
+    def num_physical(self) -> int:
+        return self.plan.num_ranks * self.plan.num_slots
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return Schedule.from_plan(self.plan)
+
+    @cached_property
+    def materialization(self) -> Materialization:
+        rank = self.group.rank()
+        slots = self.plan.slot_expert_RS[rank]
+        owned = [
+            slot
+            for slot, expert in enumerate(slots.tolist())
+            if expert != EMPTY and self.plan.owner_E[expert] == rank
+        ]
+        return Materialization(self.schedule, self.group, self.plan.num_slots, tuple(owned))
+
+    @cached_property
+    def physical_EI(self) -> torch.Tensor:
+        """(E, I) int64 on the device: each instance's physical expert, padded with 0."""
+        physical_EI = np.maximum(self.plan.instance_physical_EI, 0)
+        return torch.from_numpy(physical_EI).to(self.device, non_blocking=True)
+
+    def split(self, counts_RE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose the quotas for true counts.
+
+        Args:
+            counts_RE: (R, E) int64 on the device, tokens that each rank routes to each expert.
+
+        Returns:
+            (E, I) int64, how many of this rank's tokens go to each instance, and (R,) int64, the
+            tokens that each rank computes. On the device; without host synchronisation on CUDA.
+        """
+        rank = self.group.rank()
+        counts = counts_RE.numpy()
+        nodes = self.topology.node_of_rank
+        quota_EI = balance(counts, self.plan, nodes)
+        split_EI = split_source(counts, quota_EI, self.plan, nodes, rank)
+        return torch.from_numpy(split_EI), torch.from_numpy(rank_loads(quota_EI, self.plan))
+
+
+@dataclass(eq=False)
+class _LayerState:
+    num_experts: int
+    group: dist.ProcessGroup
+    topology: Topology
+    # Both on the device; read once an iteration.
+    counts_RE: torch.Tensor | None = None
+    loads_R: torch.Tensor | None = None
+    num_forwards: int = 0
+    step: LayerStep | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class IterationRecord:
+    """What one iteration routed and what became of it. L layers in the order of construction.
+
+    Attributes:
+        iteration: iterations that this process had begun before it.
+        counts_LRE: int64, tokens by layer, source rank and expert, all micro-batches.
+        loads_LR: int64, tokens that each rank computed.
+        plans: the layers' plans.
+    """
+
+    iteration: int
+    counts_LRE: list[Int64Array]
+    loads_LR: list[Int64Array]
+    plans: list[LayerPlan]
+
+
+@dataclass(eq=False)
+class FSSDPRuntime:
+    """Keeps the MoE layers' loads and plans. One per process; layers hold a reference.
+
+    Args:
+        config: the `--fssdp-*` settings.
+        ranks_per_node: ranks that share a node, for the topology.
+    """
+
+    config: FSSDPConfig
+    ranks_per_node: int
+    listeners: list[Callable[[IterationRecord], None]] = field(default_factory=list)
+    iteration: int = 0
+    _layers: list[_LayerState] = field(default_factory=list)
+    _predictors: dict[tuple[int, ...], SlidingMean] = field(default_factory=dict)
+    _stale: bool = False
+
+    def __post_init__(self) -> None:
+        self._hook = register_optimizer_step_post_hook(self._after_optimizer_step)
+
+    def close(self) -> None:
+        """Stop watching the optimizer."""
+        self._hook.remove()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def add_layer(self, num_experts: int, group: dist.ProcessGroup) -> int:
+        """Register a MoE layer and return its index."""
+        nodes = [rank // self.ranks_per_node for rank in dist.get_process_group_ranks(group)]
+        number = {node: index for index, node in enumerate(dict.fromkeys(nodes))}
+        topology = Topology(tuple(number[node] for node in nodes))
+        self._layers.append(_LayerState(num_experts, group, topology))
+        return len(self._layers) - 1
+
+    def num_slots(self, index: int) -> int:
+        """Return S of a layer: the experts that a rank owns and its replica slots."""
+        layer = self._layers[index]
+        return layer.num_experts // layer.group.size() + self.config.fssdp_num_replica_slots
+
+    def begin_forward(self, index: int, *, training: bool, device: torch.device) -> LayerStep:
+        """Return what the layer's forward needs; make new plans first if an iteration begins."""
+        if training and self._stale:
+            self._begin_iteration()
+        layer = self._layers[index]
+        if layer.step is None:
+            # The first iteration: nothing is known of the loads yet, so nobody gets replicas.
+            plan = plan_layers(
+                None, self._owners(index), layer.topology, self._plan_settings()
+            ).layer(0)
+            layer.step = LayerStep(plan, layer.group, layer.topology, device)
+        return layer.step
+
+    def record(self, index: int, counts_RE: torch.Tensor, loads_R: torch.Tensor) -> None:
+        """Add a training forward's counts. Replays of activation recompute do not count."""
+        if torch._C._current_graph_task_id() != -1:  # inside a backward
+            return
+        layer = self._layers[index]
+        layer.num_forwards += 1
+        if layer.counts_RE is None or layer.loads_R is None:
+            layer.counts_RE, layer.loads_R = counts_RE.clone(), loads_R.clone()
+        else:
+            layer.counts_RE += counts_RE
+            layer.loads_R += loads_R
+
+    def _after_optimizer_step(self, *unused: Any) -> None:
+        self._stale = True
+
+    def _owners(self, index: int) -> Int64Array:
+        layer = self._layers[index]
+        return shard_evenly(1, layer.num_experts, layer.group.size())
+
+    def _plan_settings(self) -> PlanSettings:
+        return PlanSettings(
+            num_replica_slots=self.config.fssdp_num_replica_slots,
+            overlap_degree=self.config.overlap_degree,
+            algorithm=self.config.fssdp_planner,
+            balance_tolerance=self.config.fssdp_balance_tolerance,
+        )
+
+    def _begin_iteration(self) -> None:
+        """Close the finished iteration's books and plan the next one."""
+        self._plan(self.flush())
+
+    def flush(self) -> dict[int, Int64Array]:
+        """Report the finished iteration to the listeners.
+
+        Returns:
+            The (R, E) int64 counts of each layer that ran, per micro-batch.
+        """
+        self._stale = False
+        seen = [index for index, layer in enumerate(self._layers) if layer.num_forwards]
+        if not seen:
+            return {}
+        # The one device-to-host copy of an iteration; every layer's counts are complete by now.
+        counts_LRE = [self._layers[index].counts_RE.cpu().numpy() for index in seen]  # type: ignore[union-attr]
+        loads_LR = [self._layers[index].loads_R.cpu().numpy() for index in seen]  # type: ignore[union-attr]
+        record = IterationRecord(
+            self.iteration,
+            counts_LRE,
+            loads_LR,
+            [self._layers[index].step.plan for index in seen],  # type: ignore[union-attr]
+        )
+        self.iteration += 1
+        for listener in self.listeners:
+            listener(record)
+        mean_counts = {
+            index: counts_RE // self._layers[index].num_forwards
+            for index, counts_RE in zip(seen, counts_LRE, strict=True)
+        }
+        for index in seen:
+            layer = self._layers[index]
+            layer.counts_RE = layer.loads_R = None
+            layer.num_forwards = 0
+        return mean_counts
+
+    def _plan(self, counts: dict[int, Int64Array]) -> None:
+        """Plan all layers of equal shape together, from the loads of one micro-batch."""
+        by_shape: dict[tuple[int, int], list[int]] = {}
+        for index in counts:
+            layer = self._layers[index]
+            by_shape.setdefault((layer.num_experts, layer.group.size()), []).append(index)
+        for indices in by_shape.values():
+            predictor = self._predictors.setdefault(
+                tuple(indices), SlidingMean(self.config.fssdp_prediction_window)
+            )
+            predictor.update(np.stack([counts[index].sum(axis=0) for index in indices]))
+            first = self._layers[indices[0]]
+            plan: Plan = plan_layers(
+                predictor.predict(),
+                np.concatenate([self._owners(index) for index in indices]),
+                first.topology,
+                self._plan_settings(),
+            )
+            for position, index in enumerate(indices):
+                layer = self._layers[index]
+                assert layer.step is not None
+                layer.step = LayerStep(
+                    plan.layer(position), layer.group, layer.topology, layer.step.device
+                )

@@ -1,0 +1,212 @@
+"""Run Megatron's expert modules on slot weights instead of their own parameters.
+
+The stock experts module (TEGroupedMLP, or SequentialMLP without Transformer Engine) stays the
+owner of the parameters: their names, order, initialization, DDP buckets and checkpoint entries are
+those of plain expert parallelism. Its forward is not used. A second module with one expert per
+slot and no parameters of its own computes with the weights that it is handed.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from torch.func import functional_call
+
+from megatron_fssdp.experts.compute import grouped_linear
+
+
+class SlotExperts(Protocol):
+    """An expert computation whose weights are supplied with each call.
+
+    Attributes:
+        owned_weights: for each owned expert, in Megatron's order, its W parameters.
+    """
+
+    owned_weights: list[list[torch.nn.Parameter]]
+
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        tokens_per_slot: torch.Tensor,
+        probs: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """Run each slot's expert on its rows.
+
+        Args:
+            rows: (M, hidden), grouped by slot.
+            tokens_per_slot: (S,) int64 on the host, as Megatron's dispatchers return it.
+            probs: (M,) routing probability of each row.
+            weights: W stacks (S, *shape), in the order of `owned_weights`.
+
+        Returns:
+            (M, hidden), weighted by `probs` as Megatron's expert modules do.
+        """
+        ...
+
+
+def build_slot_experts(
+    experts: torch.nn.Module, num_slots: int, submodules: Any, groups: ProcessGroupCollection
+) -> SlotExperts:
+    """Return the slot computation that matches a layer's stock experts module.
+
+    Args:
+        experts: the layer's experts module, the parameters' owner.
+        num_slots: S, slots of this rank.
+        submodules: what `MoESubmodules.experts` was built with (a partial of the module's class).
+        groups: the layer's process groups.
+
+    Raises:
+        ValueError: if the module is of a kind that FSSDP cannot run on slots.
+    """
+    if isinstance(experts, TEGroupedMLP):
+        return TESlotExperts(experts, num_slots, submodules, groups)
+    if isinstance(experts, SequentialMLP):
+        return LocalSlotExperts(experts, groups)
+    raise ValueError(
+        f"--moe-parallel fssdp cannot run {type(experts).__name__}: it supports TEGroupedMLP "
+        "(--transformer-impl transformer_engine --moe-grouped-gemm) and SequentialMLP "
+        "(--transformer-impl local); change these flags, or use --moe-parallel ep"
+    )
+
+
+class _SlotLinear(torch.nn.Module):
+    """Stands in for an MLP's linear layer: all slots' rows at once, weights set before the call.
+
+    `bias_rows` is the row-wise bias (or None), already weighted as the place needs it.
+    """
+
+    weight: torch.Tensor
+    offsets: torch.Tensor
+    bias_rows: torch.Tensor | None
+
+    def bind(
+        self, weight: torch.Tensor, offsets: torch.Tensor, bias_rows: torch.Tensor | None
+    ) -> None:
+        self.weight, self.offsets, self.bias_rows = weight, offsets, bias_rows
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, None]:
+        output = grouped_linear(rows, self.weight, self.offsets)
+        if self.bias_rows is not None:
+            output = output + self.bias_rows
+        return output, None
+
+    def release(self) -> None:
+        # The graph keeps what the backward needs; the layer must not keep a whole layer's weights.
+        del self.weight, self.offsets, self.bias_rows
+
+
+class LocalSlotExperts:
+    """SequentialMLP's experts as one MLP over grouped matrix products.
+
+    Megatron's own `MLP.forward` runs, with its activations and fusions; only its two linear
+    layers are replaced.
+    """
+
+    def __init__(self, experts: SequentialMLP, groups: ProcessGroupCollection) -> None:
+        named = [dict(expert.named_parameters()) for expert in experts.local_experts]
+        self.names = list(named[0])
+        self.owned_weights = [[weights[name] for name in self.names] for weights in named]
+        linear = partial(_build_slot_linear)
+        self.mlp = MLP(
+            experts.config,
+            MLPSubmodules(
+                linear_fc1=linear,
+                linear_fc2=linear,
+                activation_func=experts.local_experts[0].activation_func
+                if experts.config.use_te_activation_func
+                else None,
+            ),
+            is_expert=True,
+            ffn_hidden_size=experts.config.moe_ffn_hidden_size,
+            tp_group=groups.expt_tp,
+        )
+
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        tokens_per_slot: torch.Tensor,
+        probs: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """See `SlotExperts.__call__`."""
+        config = self.mlp.config
+        if config.moe_apply_probs_on_input:
+            rows = (probs.unsqueeze(-1) * rows).to(rows.dtype)
+            probs = torch.ones_like(probs)
+        stacks = dict(zip(self.names, weights, strict=True))
+        counts = tokens_per_slot.to(rows.device, non_blocking=True)
+        offsets = counts.cumsum(0).to(torch.int32)
+
+        def bias_rows(name: str) -> torch.Tensor | None:
+            bias = stacks.get(name)
+            if bias is None:
+                return None
+            return bias.repeat_interleave(counts, dim=0, output_size=rows.shape[0])
+
+        fc2_bias = bias_rows("linear_fc2.bias")
+        if fc2_bias is not None:
+            fc2_bias = (fc2_bias * probs.unsqueeze(-1)).to(rows.dtype)
+        linears = (self.mlp.linear_fc1, self.mlp.linear_fc2)
+        linears[0].bind(stacks["linear_fc1.weight"], offsets, bias_rows("linear_fc1.bias"))
+        linears[1].bind(stacks["linear_fc2.weight"], offsets, fc2_bias)
+        output, _ = self.mlp(rows, per_token_scale=probs)
+        for linear in linears:
+            linear.release()
+        return output
+
+
+def _build_slot_linear(*args: Any, **kwargs: Any) -> _SlotLinear:
+    """Take what Megatron passes to a linear layer's builder; the weights come with each call."""
+    return _SlotLinear()
+
+
+class TESlotExperts:
+    """TEGroupedMLP with one GEMM per slot; its parameters are swapped for the slots' weights."""
+
+    def __init__(
+        self,
+        experts: TEGroupedMLP,
+        num_slots: int,
+        builder: Any,
+        groups: ProcessGroupCollection,
+    ) -> None:
+        named = dict(experts.named_parameters())
+        # "linear_fc1.weight3" is expert 3's fc1: one family of names per weight of an expert.
+        families = list(dict.fromkeys(re.sub(r"\d+$", "", name) for name in named))
+        self.families = families
+        self.owned_weights = [
+            [named[f"{family}{index}"] for family in families]
+            for index in range(experts.num_local_experts)
+        ]
+        config = copy.copy(experts.config)
+        # No memory and no random numbers for parameters that are never used, and no fused
+        # gradient accumulation: a slot's gradient leaves through autograd (see materialize.py).
+        config.init_model_with_meta_device = True
+        config.perform_initialization = False
+        config.gradient_accumulation_fusion = False
+        self.module = builder(num_slots, config, pg_collection=groups)
+
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        tokens_per_slot: torch.Tensor,
+        probs: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """See `SlotExperts.__call__`."""
+        supplied = {
+            f"{family}{slot}": weight
+            for family, stack in zip(self.families, weights, strict=True)
+            for slot, weight in enumerate(stack.unbind(0))
+        }
+        output, _ = functional_call(self.module, supplied, (rows, tokens_per_slot, probs))
+        return output

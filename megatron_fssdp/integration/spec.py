@@ -1,0 +1,81 @@
+"""Put FSSDP's MoE layer where Megatron builds its own.
+
+Megatron's spec functions (GPT, hybrid and MTP blocks alike) name `MoELayer` through the module
+`megatron.core.models.gpt.moe_module_specs` and wrap it in a `functools.partial`. Registering
+replaces that one name, in that one module, by a partial of our subclass. `unregister` undoes it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from megatron.core.models.gpt import moe_module_specs
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from megatron_fssdp.config import FSSDPConfig
+from megatron_fssdp.integration.layer import FSSDPMoELayer
+from megatron_fssdp.integration.runtime import FSSDPRuntime
+
+
+def register(config: FSSDPConfig) -> FSSDPRuntime:
+    """Make every MoE layer that is built from now on an FSSDP layer.
+
+    Args:
+        config: the `--fssdp-*` settings.
+
+    Returns:
+        The runtime that the layers share.
+
+    Raises:
+        RuntimeError: if this Megatron no longer names its layer where we replace it.
+    """
+    unregister()
+    if getattr(moe_module_specs, "MoELayer", None) is not MoELayer:
+        raise RuntimeError(
+            "megatron.core.models.gpt.moe_module_specs no longer builds MoE layers through the "
+            "name MoELayer; this version of megatron-core is not supported by megatron-fssdp"
+        )
+    ranks_per_node = config.fssdp_ranks_per_node or _ranks_per_node_from_launcher()
+    runtime = FSSDPRuntime(config, ranks_per_node)
+    moe_module_specs.MoELayer = partial(FSSDPMoELayer, runtime=runtime)
+    return runtime
+
+
+def unregister() -> None:
+    """Give Megatron its own layer back; models that are built already stay as they are."""
+    current = moe_module_specs.MoELayer
+    if isinstance(current, partial) and current.func is FSSDPMoELayer:
+        current.keywords["runtime"].close()
+        moe_module_specs.MoELayer = MoELayer
+
+
+def assert_fssdp_layers(model: Iterable[torch.nn.Module]) -> None:
+    """Stop a run whose MoE layers are not ours: it would silently train plain EP.
+
+    Args:
+        model: the model chunks that Megatron built on this rank.
+
+    Raises:
+        RuntimeError: if a chunk has a stock MoE layer.
+    """
+    for chunk in model:
+        for name, module in chunk.named_modules():
+            if isinstance(module, MoELayer) and not isinstance(module, FSSDPMoELayer):
+                raise RuntimeError(
+                    f"--moe-parallel fssdp: layer {name} is {type(module).__name__}, not an FSSDP "
+                    "layer. A --spec or a model builder that makes its own MoE layers is not "
+                    "supported; build them with megatron.core's get_moe_module_spec, or use "
+                    "--moe-parallel ep"
+                )
+
+
+def _ranks_per_node_from_launcher() -> int:
+    """Return the ranks of this node, as torchrun or SLURM tell them; one node if they do not."""
+    for variable in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
+        value = os.environ.get(variable, "")
+        if value.isdigit() and int(value) > 0:
+            return int(value)
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1

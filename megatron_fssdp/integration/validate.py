@@ -1,0 +1,2 @@
+"""tmp."""
+def validate(args): pass

@@ -1,0 +1,1 @@
+"""Look at loads and planners without a cluster. Imports `planning` only."""

@@ -1,0 +1,211 @@
+"""Pretrain a GPT model with Megatron, plain EP or FSSDP. Run it under torchrun.
+
+Takes every flag of Megatron-LM's script of this name that plain pretraining needs, plus
+`--moe-parallel {ep,fssdp}` and the `--fssdp-*` group; megatron-core's wheel does not ship that
+script. For SFT, fill-in-the-middle, multi-token prediction or ModelOpt, run Megatron-LM's own
+file through `python -m megatron_fssdp.launch`.
+"""
+
+import json
+import time
+
+PROGRAM_START_S = time.time()  # before the slow imports: Megatron reports start-up times from it
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from megatron_fssdp.integration import register
+
+# Before anything of Megatron: on a machine without CUDA this also readies the CPU platform.
+register()
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import (
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
+from megatron.training import get_args, get_timers, pretrain, print_rank_0, set_startup_timestamps
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+Batch = dict[str, torch.Tensor | None]
+
+# Megatron's broadcast over a tensor-parallel group reads every one of these.
+BATCH_KEYS = (
+    "tokens",
+    "labels",
+    "loss_mask",
+    "attention_mask",
+    "position_ids",
+    "cu_seqlens",
+    "cu_seqlens_padded",
+    "max_seqlen",
+    "local_cp_size",
+)
+
+UNSUPPORTED = (
+    "sft",
+    "fim_data",
+    "mtp_num_layers",
+    "hybrid_context_parallel",
+    "dataloader_inter_document_masking",
+    "overlap_moe_expert_parallel_comm",
+    "logits_load_dir",
+)
+
+
+def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
+    """Return this rank's slice of the next micro-batch; middle pipeline stages need none."""
+    args = get_args()
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return dict.fromkeys(BATCH_KEYS)
+    batch: Batch = {}
+    if data_iterator is not None and mpu.get_tensor_model_parallel_rank() == 0:
+        loaded = next(data_iterator)
+        for key in BATCH_KEYS:
+            value = loaded.get(key)
+            batch[key] = None if value is None else value.cuda(non_blocking=True)
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    return get_batch_on_this_cp_rank(
+        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
+    )
+
+
+def loss_func(
+    loss_mask: torch.Tensor, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum the losses of the tokens that count.
+
+    Returns:
+        the sum, the number of tokens in it, and both as the entry of the training log.
+    """
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(losses.view(-1).float() * mask)
+    if get_args().check_for_nan_in_loss_and_grad:
+        for is_bad, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            get_rerun_state_machine().validate_result(
+                result=loss,
+                rejection_func=is_bad,
+                message=f"found {name} in local forward loss calculation",
+                tolerance=0.0,  # the forward pass is deterministic
+                fatal=True,
+            )
+    num_tokens = mask.sum().detach().to(torch.int)
+    return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens])}
+
+
+def forward_step(data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[Any, Any]:
+    """Run the model on the next micro-batch; Megatron calls the returned loss function."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return output, partial(loss_func, batch["loss_mask"])
+
+
+def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
+    """Translate the data flags."""
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    sequences_per_dataset = None
+    if args.per_dataset_sequences_path is not None:
+        with open(args.per_dataset_sequences_path) as file:
+            sequences_per_dataset = json.load(file)
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        object_storage_cache_path=args.object_storage_cache_path,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        sequences_per_dataset=sequences_per_dataset,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        context_parallel_size=args.context_parallel_size,
+        data_parallel_size=args.data_parallel_size,
+        sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
+    )
+
+
+def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
+    """Build the train, validation and test sets on the ranks that read them."""
+    args = get_args()
+
+    def is_built_here() -> bool:
+        on_edge = is_first_or_last_pipeline_stage(vp_stage)
+        return mpu.get_tensor_model_parallel_rank() == 0 and on_edge
+
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    print_rank_0("> building train, validation, and test datasets for GPT ...")
+    return BlendedMegatronDatasetBuilder(
+        kind, num_samples, is_built_here, dataset_config(args)
+    ).build()
+
+
+# Every rank builds its own datasets; is_built_here says which.
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    """Parse, build, train."""
+    set_startup_timestamps(program_start=PROGRAM_START_S, main_entry=time.time())
+    args = parse_and_validate_args()
+    for name in UNSUPPORTED:
+        if getattr(args, name):
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(args, name)} is not supported by this "
+                "pretrain_gpt.py; run Megatron-LM's own through python -m megatron_fssdp.launch."
+            )
+    pretrain(
+        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+        datasets_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""FSSDP trains like plain expert parallelism: losses, gradient norms, weights, Adam moments.
+
+Tolerances: everything here is fp32. A replica's gradient is summed at its owner, so sums run in
+another order than EP's: relative 1e-5 after 20 steps allows for that. The first forward has no
+sum in another order (top-2: a + b = b + a), so it is bit-equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.integration.tiny import Job, Trained, merge, run_many
+from tests.ranks import run_ranks
+
+RTOL = 1e-5
+
+
+def train(world_size: int, *jobs: Job, timeout_s: float = 240) -> list[list[Trained]]:
+    """Train the jobs on the same ranks; result[job][rank]."""
+    results = run_ranks(world_size, run_many, list(jobs), timeout_s=timeout_s)
+    return [list(by_rank) for by_rank in zip(*results, strict=True)]
+
+
+def assert_equal_training(got: list[Trained], want: list[Trained], rtol: float = RTOL) -> None:
+    """Compare two runs: losses and norms on every rank, tensors by global expert id."""
+    assert want[0].losses[0] != want[0].losses[-1], "the run did not learn: it proves nothing"
+    for rank, (ours, theirs) in enumerate(zip(got, want, strict=False)):
+        for name in ("losses", "grad_norms"):
+            torch.testing.assert_close(
+                torch.tensor(getattr(ours, name)),
+                torch.tensor(getattr(theirs, name)),
+                rtol=rtol,
+                atol=0,
+                msg=lambda text, name=name, rank=rank: f"{name}, rank {rank}: {text}",
+            )
+    for name in ("params", "grads", "moments"):
+        ours_all, theirs_all = merge(got, name), merge(want, name)
+        assert ours_all.keys() == theirs_all.keys()
+        for key, tensor in ours_all.items():
+            # Elements near zero carry the rounding of the sums that made them.
+            scale = theirs_all[key].abs().max().item()
+            torch.testing.assert_close(
+                tensor,
+                theirs_all[key],
+                rtol=100 * rtol,
+                atol=10 * rtol * scale,
+                msg=lambda text, key=key: f"{key}: {text}",
+            )
+
+
+def assert_replicated(results: list[Trained]) -> None:
+    """The run must have made replicas and lowered the imbalance, or its equality is no news."""
+    run = results[0]
+    assert sum(run.replicas) > 0
+    before = sum(pair[0] for pair in run.imbalance)
+    after = sum(pair[1] for pair in run.imbalance)
+    assert after < before
+
+
+@pytest.mark.parametrize(("world_size", "ep"), [(2, 2), (4, 4), (8, 8), (4, 2), (8, 4)])
+def test_twenty_steps_equal_ep(world_size: int, ep: int) -> None:
+    job = Job(ep=ep, steps=20, num_experts=16, global_batch=16)
+    want, got = train(world_size, job, job.as_fssdp())
+    assert_replicated(got)
+    assert_equal_training(got, want)
+
+
+@pytest.mark.parametrize("planner", ["gain", "load"])
+def test_first_forward_bit_equal_and_moments_after_five_steps(planner: str) -> None:
+    job = Job(ep=4, steps=5, num_experts=8)
+    want, got = train(4, job, job.as_fssdp(fssdp_planner=planner))
+    for rank in range(4):
+        assert got[rank].losses[0] == want[rank].losses[0]
+        # The second step is the first that computes on replicas.
+        assert got[rank].losses[1] == want[rank].losses[1]
+    moments = merge(want, "moments")
+    assert sum("exp_avg_sq" in name and "experts" in name for name in moments) == 2 * 8 * 2
+    assert_replicated(got)
+    assert_equal_training(got, want)
+
+
+def test_one_process_agrees() -> None:
+    job = Job(ep=1, steps=5)
+    (want,) = train(1, job)
+    (got,) = train(4, replace(job, ep=4).as_fssdp())
+    assert_replicated(got)
+    assert_equal_training(got, want)
+
+
+VARIANTS = {
+    "allgather": {"dispatcher": "allgather"},
+    "micro-batches": {"num_microbatches": 4},
+    "distributed-optimizer": {"distributed_optimizer": True},
+    "overlap-grad-reduce": {"overlap_grad_reduce": True, "num_microbatches": 2},
+    "overlap-param-gather": {
+        "distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "num_microbatches": 2,
+    },
+    "sgd": {"optimizer": "sgd", "lr": 0.1},
+    "no-clipping": {"clip_grad": 0.0},
+    "biases": {"model": {"add_bias_linear": True, "gated_linear_unit": False}},
+    "top-1": {"topk": 1, "model": {"moe_router_pre_softmax": True}},
+    "top-4": {"topk": 4},
+    "shared-expert": {"model": {"moe_shared_expert_intermediate_size": 24}},
+    "aux-loss": {
+        "model": {
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 0.01,
+            "moe_z_loss_coeff": 0.001,
+        }
+    },
+    "expert-bias": {
+        "model": {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.01,
+        }
+    },
+    "dense-first-layer": {"num_layers": 2, "model": {"moe_layer_freq": [0, 1]}},
+    "more-replicas-than-needed": {"fssdp": {"fssdp_num_replica_slots": 4}},
+    "no-replica-slots": {"fssdp": {"fssdp_num_replica_slots": 0}},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_equal_ep(variant: str) -> None:
+    """4 ranks, EP 2, expert data parallelism 2: every kind of group has two members."""
+    job = Job(ep=2, steps=5, **VARIANTS[variant])
+    want, got = train(4, job, job.as_fssdp())
+    if variant != "no-replica-slots":
+        assert_replicated(got)
+    assert_equal_training(got, want)
+    if variant in ("overlap-param-gather", "overlap-grad-reduce", "distributed-optimizer"):
+        # Not only like EP with the same flags: like EP without them.
+        (plain,) = train(4, Job(ep=2, steps=5, num_microbatches=job.num_microbatches))
+        for rank in range(4):
+            torch.testing.assert_close(
+                torch.tensor(got[rank].losses), torch.tensor(plain[rank].losses), rtol=RTOL, atol=0
+            )
+
+
+def test_tensor_and_pipeline_parallel() -> None:
+    tp = Job(ep=4, tp=2, steps=4)
+    pp = Job(ep=2, pp=2, steps=4, num_microbatches=2)
+    want_tp, got_tp, want_pp, got_pp = train(4, tp, tp.as_fssdp(), pp, pp.as_fssdp())
+    for want, got in ((want_tp, got_tp), (want_pp, got_pp)):
+        for rank in range(4):
+            assert got[rank].losses == pytest.approx(want[rank].losses, rel=RTOL)
+            assert got[rank].grad_norms == pytest.approx(want[rank].grad_norms, rel=RTOL)
+    assert_replicated(got_tp)
+    assert_replicated(got_pp)
+
+
+def test_bf16() -> None:
+    """bf16 sums in another order: 8 bits of mantissa, so 2 % after 4 steps."""
+    job = Job(ep=2, steps=4, params_dtype=torch.bfloat16)
+    want, got = train(2, job, job.as_fssdp())
+    assert got[0].losses[0] == want[0].losses[0]
+    assert got[0].losses == pytest.approx(want[0].losses, rel=0.02)
+
+
+def test_runs_repeat_bit_for_bit() -> None:
+    job = Job(ep=4, steps=6).as_fssdp()
+    first, second = train(4, job, job)
+    assert first[0].losses == second[0].losses
+    for name, tensor in merge(first, "params").items():
+        assert torch.equal(tensor, merge(second, "params")[name]), name

@@ -1,0 +1,355 @@
+"""A tiny Megatron GPT-MoE trained on gloo ranks, plain EP or FSSDP: what the equality tests run.
+
+Built from megatron.core directly (GPTModel, DDP, Megatron's optimizer, its pipeline schedule):
+the parts that a training job runs, without its command line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+VOCAB = 64
+SEQUENCE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training run. Everything that decides its numbers is here."""
+
+    moe_parallel: str = "ep"
+    ep: int = 2
+    tp: int = 1
+    pp: int = 1
+    steps: int = 5
+    num_experts: int = 8
+    topk: int = 2
+    num_layers: int = 2
+    global_batch: int = 8
+    num_microbatches: int = 1
+    dispatcher: str = "alltoall"
+    optimizer: str = "adam"
+    lr: float = 1e-3
+    clip_grad: float = 1.0
+    distributed_optimizer: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    params_dtype: torch.dtype = torch.float32
+    router_skew: float = 2.0
+    fssdp: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+
+    def as_fssdp(self, **settings: Any) -> Job:
+        return replace(self, moe_parallel="fssdp", fssdp={**self.fssdp, **settings})
+
+
+@dataclass
+class Trained:
+    """What a run leaves behind on one rank. Expert entries are keyed by global expert id."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    params: dict[str, torch.Tensor] = field(default_factory=dict)
+    grads: dict[str, torch.Tensor] = field(default_factory=dict)
+    moments: dict[str, torch.Tensor] = field(default_factory=dict)
+    replicas: list[int] = field(default_factory=list)
+    imbalance: list[tuple[float, float]] = field(default_factory=list)
+
+
+class TinyRun:
+    """One job on this rank: model, optimizer and data; `train()` runs its steps."""
+
+    def __init__(self, job: Job) -> None:
+        from megatron_fssdp.integration import cpu_platform
+
+        cpu_platform.enable()
+        from megatron.core import parallel_state, tensor_parallel
+
+        self.job = job
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=job.tp,
+            pipeline_model_parallel_size=job.pp,
+            expert_model_parallel_size=job.ep,
+            expert_tensor_parallel_size=1,
+            create_gloo_process_groups=False,
+        )
+        torch.manual_seed(1234)
+        tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+        self.result = Trained()
+        self.config = self._config()
+        self.model = [self._model()]
+        self._make_reproducible()
+        self.optimizer = self._optimizer()
+
+    def _config(self) -> Any:
+        from megatron.core.transformer import TransformerConfig
+
+        job = self.job
+        settings: dict[str, Any] = {
+            "num_layers": job.num_layers,
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "ffn_hidden_size": 48,
+            "moe_ffn_hidden_size": 48,
+            "num_moe_experts": job.num_experts,
+            "moe_router_topk": job.topk,
+            "moe_token_dispatcher_type": job.dispatcher,
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_grouped_gemm": True,
+            "expert_model_parallel_size": job.ep,
+            "expert_tensor_parallel_size": 1,
+            "tensor_model_parallel_size": job.tp,
+            "pipeline_model_parallel_size": job.pp,
+            "sequence_parallel": job.tp > 1,
+            "pipeline_dtype": job.params_dtype,
+            "params_dtype": job.params_dtype,
+            "bf16": job.params_dtype is torch.bfloat16,
+            "add_bias_linear": False,
+            "gated_linear_unit": True,
+            "activation_func": torch.nn.functional.silu,
+            "bias_activation_fusion": False,
+            "masked_softmax_fusion": False,
+            "persist_layer_norm": False,
+            "gradient_accumulation_fusion": False,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "deterministic_mode": False,
+        }
+        return TransformerConfig(**{**settings, **job.model})
+
+    def _model(self) -> torch.nn.Module:
+        from megatron.core import parallel_state
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+        )
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+        from megatron_fssdp.integration import spec
+
+        job = self.job
+        if job.moe_parallel == "fssdp":
+            from megatron_fssdp.config import FSSDPConfig
+
+            self.runtime = spec.register(FSSDPConfig(moe_parallel="fssdp", **job.fssdp))
+            self.runtime.listeners.append(self._listen)
+        try:
+            block = get_gpt_decoder_block_spec(self.config, use_transformer_engine=False)
+            model = GPTModel(
+                self.config,
+                block,
+                vocab_size=VOCAB,
+                max_sequence_length=SEQUENCE,
+                pre_process=parallel_state.is_pipeline_first_stage(),
+                post_process=parallel_state.is_pipeline_last_stage(),
+                share_embeddings_and_output_weights=False,
+                position_embedding_type="rope",
+            )
+            if job.moe_parallel == "fssdp":
+                spec.assert_fssdp_layers([model])
+        finally:
+            moe_registered = job.moe_parallel == "fssdp"
+            if moe_registered:
+                from megatron.core.models.gpt import moe_module_specs
+                from megatron.core.transformer.moe.moe_layer import MoELayer
+
+                # Keep the runtime listening; only the name goes back.
+                moe_module_specs.MoELayer = MoELayer
+        if job.params_dtype is torch.bfloat16:
+            from megatron.core.transformer.module import Float16Module
+
+            model = Float16Module(self.config, model)
+        return DistributedDataParallel(
+            self.config,
+            DistributedDataParallelConfig(
+                use_distributed_optimizer=job.distributed_optimizer,
+                overlap_grad_reduce=job.overlap_grad_reduce,
+                overlap_param_gather=job.overlap_param_gather,
+                bucket_size=4000 if job.overlap_grad_reduce else None,
+            ),
+            model,
+        )
+
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Parameters by a name that does not depend on the layout: global expert and layer ids."""
+        from megatron.core import parallel_state
+
+        per_rank = self.job.num_experts // self.job.ep
+        first = parallel_state.get_expert_model_parallel_rank() * per_rank
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        offset = stage * (self.job.num_layers // self.job.pp)
+        named = {}
+        for name, parameter in self.model[0].module.named_parameters():
+            parts = name.removeprefix("module.").split(".")
+            for index, part in enumerate(parts):
+                if part == "local_experts":
+                    parts[index + 1] = str(int(parts[index + 1]) + first)
+                if part == "layers":
+                    parts[index + 1] = str(int(parts[index + 1]) + offset)
+            named[".".join(parts)] = parameter
+        return named
+
+    def _make_reproducible(self) -> None:
+        """Give every parameter values that depend on its layout-free name only (TP = 1)."""
+        for name, parameter in self.named_parameters().items():
+            if "norm" in name or "layernorm" in name:
+                continue
+            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+            generator = torch.Generator().manual_seed(seed)
+            values = torch.randn(parameter.shape, generator=generator) * 0.05
+            if "router" in name:
+                # Expert e's logits grow with e's place in a fixed order: routing is skewed.
+                order = torch.randperm(values.shape[0], generator=generator).unsqueeze(1)
+                values = values * self.job.router_skew * (1 + order / 2)
+            with torch.no_grad():
+                parameter.copy_(values)
+
+    def _optimizer(self) -> Any:
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        job = self.job
+        config = OptimizerConfig(
+            optimizer=job.optimizer,
+            lr=job.lr,
+            weight_decay=0.01,
+            clip_grad=job.clip_grad,
+            bf16=job.params_dtype is torch.bfloat16,
+            params_dtype=job.params_dtype,
+            use_distributed_optimizer=job.distributed_optimizer,
+            overlap_param_gather=job.overlap_param_gather,
+            sgd_momentum=0.0,
+        )
+        return get_megatron_optimizer(config, self.model, use_gloo_process_groups=False)
+
+    def _batches(self, step: int) -> list[torch.Tensor]:
+        """This rank's micro-batches: the global batch's rows are dealt out by data-parallel rank."""
+        from megatron.core import parallel_state
+
+        job = self.job
+        generator = torch.Generator().manual_seed(step)
+        rows = torch.randint(0, VOCAB, (job.global_batch, SEQUENCE + 1), generator=generator)
+        # A few tokens dominate, as in text: it makes the routing skewed.
+        rows = torch.where(torch.rand(rows.shape, generator=generator) < 0.5, rows % 5, rows)
+        dp, rank = (
+            parallel_state.get_data_parallel_world_size(),
+            parallel_state.get_data_parallel_rank(),
+        )
+        mine = rows.chunk(dp)[rank]
+        return list(mine.chunk(job.num_microbatches))
+
+    def _forward_step(self, iterator: Any, model: torch.nn.Module) -> Any:
+        rows = next(iterator)
+        tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        positions = torch.arange(SEQUENCE).unsqueeze(0).expand_as(tokens)
+        mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+        output = model(tokens, positions, mask, labels=labels)
+
+        def loss_func(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            loss = losses.float().mean()
+            return loss, {"loss": loss.detach()}
+
+        return output, loss_func
+
+    def _listen(self, record: Any) -> None:
+        self.result.replicas.append(sum(plan.num_replicas for plan in record.plans))
+        for counts, loads, plan in zip(
+            record.counts_LRE, record.loads_LR, record.plans, strict=True
+        ):
+            assert loads.sum() == counts.sum()
+            owned = [counts.sum(0)[plan.owner_E == rank].sum() for rank in range(len(loads))]
+            mean = counts.sum() / len(loads)
+            self.result.imbalance.append((max(owned) / mean, loads.max() / mean))
+
+    def step(self, step: int) -> float:
+        """Run one training step and return the mean loss over all data."""
+        from megatron.core import parallel_state
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.config.finalize_model_grads_func = finalize_model_grads
+        if self.job.overlap_grad_reduce:
+            self.config.no_sync_func = self.model[0].no_sync
+        self.config.grad_scale_func = None
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=iter(self._batches(step)),
+            model=self.model,
+            num_microbatches=self.job.num_microbatches,
+            seq_length=SEQUENCE,
+            micro_batch_size=self.job.global_batch // self.job.num_microbatches,
+            forward_only=False,
+        )
+        if step == self.job.steps - 1:
+            self.result.grads = {
+                name: parameter.main_grad.clone()
+                for name, parameter in self.named_parameters().items()
+                if not self.job.distributed_optimizer
+            }
+        _, grad_norm, _ = self.optimizer.step()
+        loss = torch.zeros(())
+        if parallel_state.is_pipeline_last_stage():
+            loss = torch.stack([entry["loss"] for entry in losses]).mean()
+        dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
+        loss /= parallel_state.get_data_parallel_world_size()
+        self.result.losses.append(loss.item())
+        self.result.grad_norms.append(float(grad_norm))
+        return loss.item()
+
+    def train(self, first: int = 0) -> Trained:
+        """Run the job's steps from number `first` and collect what is left."""
+        for step in range(first, self.job.steps):
+            self.step(step)
+        self.result.params = {
+            name: parameter.detach().clone() for name, parameter in self.named_parameters().items()
+        }
+        self.result.moments = self._moments()
+        if self.job.moe_parallel == "fssdp":
+            self.runtime.flush()
+            self.runtime.close()
+        return self.result
+
+    def _moments(self) -> dict[str, torch.Tensor]:
+        """Adam's moments by layout-free name (plain optimizer only: ours hold whole tensors)."""
+        if self.job.distributed_optimizer or self.job.optimizer != "adam":
+            return {}
+        states: dict[torch.Tensor, Any] = {}
+        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            states.update(optimizer.optimizer.state)
+        moments = {}
+        for name, parameter in self.named_parameters().items():
+            state = states.get(getattr(parameter, "main_param", parameter), states.get(parameter))
+            if state:
+                for key in ("exp_avg", "exp_avg_sq"):
+                    moments[f"{name}.{key}"] = state[key].clone()
+        return moments
+
+
+def run(job: Job) -> Trained:
+    """Train a job on this rank."""
+    return TinyRun(job).train()
+
+
+def run_many(jobs: list[Job]) -> list[Trained]:
+    """Train several jobs one after the other in the same processes."""
+    return [run(job) for job in jobs]
+
+
+def merge(results: list[Trained], field_name: str) -> dict[str, torch.Tensor]:
+    """Join the tensors of all ranks; where several ranks have one, they must agree."""
+    merged: dict[str, torch.Tensor] = {}
+    for result in results:
+        for name, tensor in getattr(result, field_name).items():
+            if name in merged:
+                torch.testing.assert_close(merged[name], tensor, rtol=0, atol=0, msg=name)
+            merged[name] = tensor
+    return merged
