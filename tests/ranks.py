@@ -13,6 +13,7 @@ import pickle
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -43,6 +44,7 @@ def _run_rank(
     import torch
     import torch.distributed as dist
 
+    warnings.simplefilter("ignore")  # Megatron warns of every optional package that is absent
     torch.set_num_threads(1)
     try:
         dist.init_process_group(

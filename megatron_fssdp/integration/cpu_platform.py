@@ -273,9 +273,9 @@ def _bridge_megatron_core() -> None:
 def _bridge_optimizer() -> None:
     """Let the distributed optimizer load checkpoints in fp32 with torch's Adam (no TE, no Apex).
 
-    Stock 0.19.2 fails on a fresh optimizer, whose step count torch has not made yet; gives all
-    parameters one shared step tensor, which torch then advances once per parameter; and copies
-    into fp32 parameters, which are their own main copies, with autograd on.
+    Stock 0.19.2 fails on a fresh optimizer, whose step count torch has not made yet; leaves every
+    parameter with one shared step count of 0 instead of the loaded one; and copies into fp32
+    parameters, which are their own main copies, with autograd on.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -296,8 +296,9 @@ def _bridge_optimizer() -> None:
     @functools.wraps(stock_load_state_dict)
     def load_state_dict(self: Any, loaded: Any) -> None:
         stock_load_state_dict(self, loaded)
+        step = float(loaded["optimizer"]["param_groups"][0]["step"])
         for state in self.optimizer.state.values():
-            state["step"] = state["step"].clone()
+            state["step"] = torch.tensor(step)
 
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states
     _replace(

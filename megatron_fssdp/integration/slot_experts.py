@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +19,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch.func import functional_call
 
-from megatron_fssdp.experts.compute import grouped_linear
+from megatron_fssdp.experts.compute import RowGroups, grouped_linear
 
 
 class SlotExperts(Protocol):
@@ -85,23 +84,23 @@ class _SlotLinear(torch.nn.Module):
     """
 
     weight: torch.Tensor
-    offsets: torch.Tensor
+    groups: RowGroups
     bias_rows: torch.Tensor | None
 
     def bind(
-        self, weight: torch.Tensor, offsets: torch.Tensor, bias_rows: torch.Tensor | None
+        self, weight: torch.Tensor, groups: RowGroups, bias_rows: torch.Tensor | None
     ) -> None:
-        self.weight, self.offsets, self.bias_rows = weight, offsets, bias_rows
+        self.weight, self.groups, self.bias_rows = weight, groups, bias_rows
 
     def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, None]:
-        output = grouped_linear(rows, self.weight, self.offsets)
+        output = grouped_linear(rows, self.weight, self.groups)
         if self.bias_rows is not None:
             output = output + self.bias_rows
         return output, None
 
     def release(self) -> None:
         # The graph keeps what the backward needs; the layer must not keep a whole layer's weights.
-        del self.weight, self.offsets, self.bias_rows
+        del self.weight, self.groups, self.bias_rows
 
 
 class LocalSlotExperts:
@@ -115,12 +114,11 @@ class LocalSlotExperts:
         named = [dict(expert.named_parameters()) for expert in experts.local_experts]
         self.names = list(named[0])
         self.owned_weights = [[weights[name] for name in self.names] for weights in named]
-        linear = partial(_build_slot_linear)
         self.mlp = MLP(
             experts.config,
             MLPSubmodules(
-                linear_fc1=linear,
-                linear_fc2=linear,
+                linear_fc1=_build_slot_linear,
+                linear_fc2=_build_slot_linear,
                 activation_func=experts.local_experts[0].activation_func
                 if experts.config.use_te_activation_func
                 else None,
@@ -143,21 +141,17 @@ class LocalSlotExperts:
             rows = (probs.unsqueeze(-1) * rows).to(rows.dtype)
             probs = torch.ones_like(probs)
         stacks = dict(zip(self.names, weights, strict=True))
-        counts = tokens_per_slot.to(rows.device, non_blocking=True)
-        offsets = counts.cumsum(0).to(torch.int32)
+        groups = RowGroups(tokens_per_slot, rows.device)
 
         def bias_rows(name: str) -> torch.Tensor | None:
-            bias = stacks.get(name)
-            if bias is None:
-                return None
-            return bias.repeat_interleave(counts, dim=0, output_size=rows.shape[0])
+            return groups.spread(stacks[name]) if name in stacks else None
 
         fc2_bias = bias_rows("linear_fc2.bias")
         if fc2_bias is not None:
             fc2_bias = (fc2_bias * probs.unsqueeze(-1)).to(rows.dtype)
         linears = (self.mlp.linear_fc1, self.mlp.linear_fc2)
-        linears[0].bind(stacks["linear_fc1.weight"], offsets, bias_rows("linear_fc1.bias"))
-        linears[1].bind(stacks["linear_fc2.weight"], offsets, fc2_bias)
+        linears[0].bind(stacks["linear_fc1.weight"], groups, bias_rows("linear_fc1.bias"))
+        linears[1].bind(stacks["linear_fc2.weight"], groups, fc2_bias)
         output, _ = self.mlp(rows, per_token_scale=probs)
         for linear in linears:
             linear.release()

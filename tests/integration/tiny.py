@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 VOCAB = 64
-SEQUENCE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +28,8 @@ class Job:
     num_experts: int = 8
     topk: int = 2
     num_layers: int = 2
-    global_batch: int = 8
+    global_batch: int = 16
+    sequence: int = 16
     num_microbatches: int = 1
     dispatcher: str = "alltoall"
     optimizer: str = "adam"
@@ -40,6 +40,12 @@ class Job:
     overlap_param_gather: bool = False
     params_dtype: torch.dtype = torch.float32
     router_skew: float = 2.0
+    # Experts that every token of an expert-parallel rank is sent to: one list a rank.
+    forced_experts: tuple[tuple[int, ...], ...] | None = None
+    # Parameters whose name contains this are frozen before DDP sees them.
+    freeze: str | None = None
+    # Keep Megatron's own initialization (its random numbers), to compare that too.
+    stock_init: bool = False
     fssdp: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
 
@@ -83,7 +89,10 @@ class TinyRun:
         self.result = Trained()
         self.config = self._config()
         self.model = [self._model()]
-        self._make_reproducible()
+        if not job.stock_init:
+            self._make_reproducible()
+        if job.forced_experts is not None:
+            self._force_routing(job.forced_experts)
         self.optimizer = self._optimizer()
 
     def _config(self) -> Any:
@@ -146,7 +155,7 @@ class TinyRun:
                 self.config,
                 block,
                 vocab_size=VOCAB,
-                max_sequence_length=SEQUENCE,
+                max_sequence_length=job.sequence,
                 pre_process=parallel_state.is_pipeline_first_stage(),
                 post_process=parallel_state.is_pipeline_last_stage(),
                 share_embeddings_and_output_weights=False,
@@ -162,6 +171,9 @@ class TinyRun:
 
                 # Keep the runtime listening; only the name goes back.
                 moe_module_specs.MoELayer = MoELayer
+        for name, parameter in model.named_parameters():
+            if job.freeze is not None and job.freeze in name:
+                parameter.requires_grad_(False)
         if job.params_dtype is torch.bfloat16:
             from megatron.core.transformer.module import Float16Module
 
@@ -204,12 +216,23 @@ class TinyRun:
             seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
             generator = torch.Generator().manual_seed(seed)
             values = torch.randn(parameter.shape, generator=generator) * 0.05
-            if "router" in name:
+            if "router.weight" in name:
                 # Expert e's logits grow with e's place in a fixed order: routing is skewed.
                 order = torch.randperm(values.shape[0], generator=generator).unsqueeze(1)
                 values = values * self.job.router_skew * (1 + order / 2)
             with torch.no_grad():
                 parameter.copy_(values)
+
+    def _force_routing(self, experts: tuple[tuple[int, ...], ...]) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        bias = torch.zeros(self.job.num_experts)
+        bias[list(experts[parallel_state.get_expert_model_parallel_rank()])] = 30.0
+        for module in self.model[0].modules():
+            if isinstance(module, TopKRouter):
+                gating = module.gating
+                module.gating = lambda x, gating=gating: gating(x) + bias  # type: ignore[method-assign]
 
     def _optimizer(self) -> Any:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -234,7 +257,7 @@ class TinyRun:
 
         job = self.job
         generator = torch.Generator().manual_seed(step)
-        rows = torch.randint(0, VOCAB, (job.global_batch, SEQUENCE + 1), generator=generator)
+        rows = torch.randint(0, VOCAB, (job.global_batch, job.sequence + 1), generator=generator)
         # A few tokens dominate, as in text: it makes the routing skewed.
         rows = torch.where(torch.rand(rows.shape, generator=generator) < 0.5, rows % 5, rows)
         dp, rank = (
@@ -247,8 +270,8 @@ class TinyRun:
     def _forward_step(self, iterator: Any, model: torch.nn.Module) -> Any:
         rows = next(iterator)
         tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-        positions = torch.arange(SEQUENCE).unsqueeze(0).expand_as(tokens)
-        mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+        positions = torch.arange(self.job.sequence).unsqueeze(0).expand_as(tokens)
+        mask = torch.ones(1, 1, *[self.job.sequence] * 2, dtype=torch.bool).triu(1)
         output = model(tokens, positions, mask, labels=labels)
 
         def loss_func(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -285,15 +308,17 @@ class TinyRun:
             data_iterator=iter(self._batches(step)),
             model=self.model,
             num_microbatches=self.job.num_microbatches,
-            seq_length=SEQUENCE,
-            micro_batch_size=self.job.global_batch // self.job.num_microbatches,
+            seq_length=self.job.sequence,
+            micro_batch_size=self.job.global_batch
+            // self.job.num_microbatches
+            // parallel_state.get_data_parallel_world_size(),
             forward_only=False,
         )
         if step == self.job.steps - 1:
             self.result.grads = {
                 name: parameter.main_grad.clone()
                 for name, parameter in self.named_parameters().items()
-                if not self.job.distributed_optimizer
+                if not self.job.distributed_optimizer and parameter.requires_grad
             }
         _, grad_norm, _ = self.optimizer.step()
         loss = torch.zeros(())
@@ -309,6 +334,9 @@ class TinyRun:
         """Run the job's steps from number `first` and collect what is left."""
         for step in range(first, self.job.steps):
             self.step(step)
+        if self.job.overlap_param_gather:
+            # The last step's parameters would otherwise be gathered in the next forward.
+            self.model[0].disable_forward_pre_hook()
         self.result.params = {
             name: parameter.detach().clone() for name, parameter in self.named_parameters().items()
         }

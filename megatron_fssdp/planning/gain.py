@@ -1,0 +1,131 @@
+"""Our materialization: the fewest replicas that balance a layer, then spares for drift.
+
+[Note: few replicas] A replica carries tokens from a rank above the target ("donor") to one below
+("receiver"). Each donor needs at least one replica, each receiver that is used takes at least one,
+so the fewest replicas come from donors whose excess ends exactly where a receiver's room ends. Of
+all donors that some receiver can take over whole, the one whose receiver has the least room to
+spare goes first; the others are cut down with the emptiest receivers until two receivers would
+do, and then the best fitting pair is used. It is bin packing, and this is best fit.
+
+Plain Python lists, not arrays: a step touches a few entries of sorted lists (a microsecond), so
+a layer of R ranks takes about R steps, and 1,024 ranks are no harder than 16 times 64.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+Replica = tuple[int, int]
+
+
+def place_replicas(
+    load_E: list[int], owned_R: list[list[int]], load_R: list[int], target: int, num_slots: int
+) -> list[Replica]:
+    """Place the fewest replicas we can find that leave no rank above the target.
+
+    Args:
+        load_E: tokens of each expert; changed to what stays with the owners.
+        owned_R: the experts of each rank.
+        load_R: tokens of each rank without replicas; changed to those with them.
+        target: tokens that a rank may have.
+        num_slots: replicas that a rank may get.
+
+    Returns:
+        (expert, rank) of each replica, in the order in which they were found. If the target cannot
+        be met, some ranks stay above it.
+
+    Example: loads 6, 2, 1, 1 on two ranks with two experts each. Rank 0 is 3 above the mean of 5,
+    so expert 0 gets a replica on rank 1: `[(0, 1)]`.
+    """
+    num_ranks = len(load_R)
+    free_R = [num_slots] * num_ranks
+    # Sorted tokens * R + rank: one int to compare, and ties go to the lower rank.
+    room = sorted((target - x) * num_ranks + r for r, x in enumerate(load_R) if x < target)
+    donors = sorted((x - target) * num_ranks + r for r, x in enumerate(load_R) if x > target)
+    if not num_slots:
+        return []
+    held: set[Replica] = set()
+    placed: list[Replica] = []
+    while donors and room:
+        donor, at = _match(donors, room, num_ranks)
+        excess, giver = divmod(donors.pop(donor), num_ranks)
+        owned = owned_R[giver]
+        expert = max(owned, key=load_E.__getitem__)
+        taker = room[at] % num_ranks
+        if (expert, taker) in held:
+            expert, at = _other_pair(owned, load_E, room, at, num_ranks, held)
+            if expert < 0:
+                continue
+            taker = room[at] % num_ranks
+        free = room.pop(at) // num_ranks
+        moved = min(load_E[expert], free)
+        # With its last slot a receiver is filled up: room left there could not be used again,
+        # room left at the donor can.
+        if free_R[taker] > 1 and moved > excess:
+            moved = excess
+        load_E[expert] -= moved
+        load_R[giver] -= moved
+        load_R[taker] += moved
+        free_R[taker] -= 1
+        held.add((expert, taker))
+        placed.append((expert, taker))
+        if moved < free and free_R[taker]:
+            insort(room, (free - moved) * num_ranks + taker)
+        if moved < excess:
+            insort(donors, (excess - moved) * num_ranks + giver)
+        elif moved > excess and free_R[giver]:
+            insort(room, (moved - excess) * num_ranks + giver)
+    return placed
+
+
+def _match(donors: list[int], room: list[int], num_ranks: int) -> tuple[int, int]:
+    """Choose a donor and a receiver; return their indices."""
+    top = room[-1] // num_ranks
+    if donors[0] >= (top + 1) * num_ranks:
+        # No donor fits anywhere.
+        excess = donors[-1] // num_ranks
+        last = len(room) - 1
+        if last and excess <= top + room[-2] // num_ranks:
+            last = _best_pair(room, excess, num_ranks)
+        return len(donors) - 1, last
+    end = bisect_left(donors, (top + 1) * num_ranks)
+    best = least = at = -1
+    for index in range(end):
+        excess = donors[index] // num_ranks
+        fit = bisect_left(room, excess * num_ranks)
+        spare = room[fit] // num_ranks - excess
+        if spare < least or best < 0:
+            best, least, at = index, spare, fit
+    return best, at
+
+
+def _best_pair(room: list[int], excess: int, num_ranks: int) -> int:
+    """Return the roomier of the two receivers that together fit the excess most closely."""
+    low, high = 0, len(room) - 1
+    best, least = high, -1
+    while low < high:
+        both = room[low] // num_ranks + room[high] // num_ranks
+        if both < excess:
+            low += 1
+            continue
+        if least < 0 or both < least:
+            best, least = high, both
+        high -= 1
+    return best
+
+
+def _other_pair(
+    owned: list[int],
+    load_E: list[int],
+    room: list[int],
+    at: int,
+    num_ranks: int,
+    held: set[Replica],
+) -> tuple[int, int]:
+    """Return the hottest of a donor's experts that some receiver lacks, and that receiver."""
+    for index in [at, *range(len(room) - 1, -1, -1)]:
+        taker = room[index] % num_ranks
+        lacking = [e for e in owned if load_E[e] > 0 and (e, taker) not in held]
+        if lacking:
+            return max(lacking, key=load_E.__getitem__), index
+    return -1, at

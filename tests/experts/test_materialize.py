@@ -1,0 +1,133 @@
+"""Materialization against a dense one-process computation, in fp64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.experts.compute import RowGroups, grouped_linear
+from megatron_fssdp.experts.materialize import Materialization, materialize
+from megatron_fssdp.planning.plan import EMPTY, LayerPlan
+from megatron_fssdp.planning.schedule import Schedule
+from tests.ranks import run_ranks
+
+HIDDEN, FFN, EXPERTS = 6, 5, 4
+
+
+def _weights(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(expert)
+    return (
+        torch.randn(FFN, HIDDEN, generator=generator, dtype=torch.float64),
+        torch.randn(HIDDEN, FFN, generator=generator, dtype=torch.float64),
+    )
+
+
+def _rows(rank: int, slot: int, count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 + 10 * rank + slot)
+    return torch.randn(count, HIDDEN, generator=generator, dtype=torch.float64)
+
+
+def _poison_allocator() -> None:
+    # Memory that the allocator hands out again must never show: fill some with NaN and free it.
+    for size in (8, 64, 512, 4096):
+        torch.full((size, HIDDEN), float("nan"), dtype=torch.float64)
+
+
+def _compute(slot_expert: list[list[int]], rows_per_slot: list[list[int]]) -> None:
+    group = dist.group.WORLD
+    rank = group.rank()
+    plan = LayerPlan(np.array([0, 0, 1, 1]), np.array(slot_expert))
+    owned = tuple(range(2))
+    owned_weights = [
+        [weight.clone().requires_grad_() for weight in _weights(int(plan.slot_expert_RS[rank, s]))]
+        for s in owned
+    ]
+    materialization = Materialization(
+        Schedule.from_plan(plan), group, plan.num_slots, owned
+    )
+    _poison_allocator()
+    fc1, fc2 = materialize(materialization, owned_weights)
+    counts = rows_per_slot[rank]
+    rows = torch.cat([_rows(rank, slot, count) for slot, count in enumerate(counts)])
+    rows.requires_grad_()
+    groups = RowGroups(torch.tensor(counts), rows.device)
+    hidden = torch.tanh(grouped_linear(rows, fc1, groups))
+    output = grouped_linear(hidden, fc2, groups)
+    assert not output.isnan().any()
+    _poison_allocator()
+    output.square().sum().backward()
+
+    for slot, expert in enumerate(plan.slot_expert_RS[rank].tolist()):
+        if expert == EMPTY:
+            assert not fc1[slot].any()
+        else:
+            assert torch.equal(fc1[slot], _weights(expert)[0])
+
+    # The oracle: every rank computes every instance of its owned experts itself.
+    for index, slot in enumerate(owned):
+        expert = int(plan.slot_expert_RS[rank, slot])
+        reference = [weight.clone().requires_grad_() for weight in _weights(expert)]
+        total = torch.zeros((), dtype=torch.float64)
+        for other in range(group.size()):
+            for place, held in enumerate(plan.slot_expert_RS[other].tolist()):
+                if held == expert:
+                    inputs = _rows(other, place, rows_per_slot[other][place])
+                    result = torch.tanh(inputs @ reference[0].t()) @ reference[1].t()
+                    total = total + result.square().sum()
+        total.backward()
+        for ours, theirs in zip(owned_weights[index], reference, strict=True):
+            assert ours.grad is not None, "a gradient must exist even where no token came"
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+
+
+CASES = {
+    # expert 0 on both ranks; one empty slot each
+    "one-replica": ([[0, 1, EMPTY], [2, 3, 0]], [[3, 2, 0], [1, 0, 4]]),
+    "no-replica": ([[0, 1, EMPTY], [2, 3, EMPTY]], [[3, 2, 0], [1, 1, 0]]),
+    "crosswise": ([[0, 1, 3], [2, 3, 0]], [[1, 2, 3], [3, 2, 1]]),
+    "all-zero-tokens-on-a-rank": ([[0, 1, 3], [2, 3, 0]], [[0, 0, 0], [3, 2, 1]]),
+    "replica-without-tokens": ([[0, 1, 3], [2, 3, 0]], [[2, 1, 0], [1, 2, 0]]),
+    "expert-used-only-as-replica": ([[0, 1, EMPTY], [2, 3, 0]], [[0, 2, 0], [1, 1, 5]]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_forward_and_gradients_equal_dense(case: str) -> None:
+    run_ranks(2, _compute, *CASES[case])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [(torch.float32, 16), (torch.bfloat16, 16), (torch.float64, 16), (torch.float32, 7)],
+)
+def test_grouped_linear_equals_a_loop_bit_for_bit(dtype: torch.dtype, width: int) -> None:
+    """fp64 and widths that are not whole 16 bytes take the loop; the rest torch's kernel."""
+    torch.manual_seed(0)
+    counts = [5, 0, 7, 1]
+    weight = torch.randn(4, 8, width, dtype=dtype, requires_grad=True)
+    rows = torch.randn(13, width, dtype=dtype, requires_grad=True)
+    got = grouped_linear(rows, weight, RowGroups(torch.tensor(counts), rows.device))
+    want = torch.cat(
+        [part @ w.t() for part, w in zip(rows.split(counts), weight.unbind(0), strict=True)]
+    )
+    assert torch.equal(got, want)
+    gradient = torch.randn_like(got)
+    for ours, theirs in zip(
+        torch.autograd.grad(got, (rows, weight), gradient),
+        torch.autograd.grad(want, (rows, weight), gradient),
+        strict=True,
+    ):
+        assert torch.equal(ours, theirs)
+
+
+def test_no_rows_at_all() -> None:
+    weight = torch.randn(4, 8, 16, requires_grad=True)
+    empty = torch.zeros(0, 16, requires_grad=True)
+    nothing = grouped_linear(empty, weight, RowGroups(torch.zeros(4, dtype=torch.int64), empty.device))
+    grad_rows, grad_weight = torch.autograd.grad(nothing.sum(), (empty, weight))
+    assert nothing.shape == (0, 8)
+    assert grad_rows.shape == (0, 16)
+    assert grad_weight.shape == weight.shape
+    assert not grad_weight.any()

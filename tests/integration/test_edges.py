@@ -1,0 +1,183 @@
+"""Routing at its worst, and what must never differ from a stock layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.integration.test_equality import assert_equal_training, train
+from tests.integration.tiny import Job, TinyRun
+from tests.ranks import run_ranks
+
+BASE = Job(ep=4, steps=4)
+
+# What the tokens of each rank are forced to (top-2 unless said otherwise).
+EXTREMES: dict[str, Job] = {
+    # Ranks 1 to 3 own nothing that is used: without replicas they get no token at all.
+    "one-rank-gets-everything": replace(BASE, forced_experts=((0, 1),) * 4),
+    "all-tokens-to-one-expert": replace(
+        BASE, topk=1, forced_experts=((5,),) * 4, model={"moe_router_pre_softmax": True}
+    ),
+    "each-rank-its-own-experts": replace(BASE, forced_experts=((0, 1), (2, 3), (4, 5), (6, 7))),
+    "each-rank-the-next-rank's": replace(BASE, forced_experts=((2, 3), (4, 5), (6, 7), (0, 1))),
+    "one-token-a-rank": replace(BASE, global_batch=4, sequence=1),
+    "one-token-a-rank-all-to-one-expert": replace(
+        BASE,
+        topk=1,
+        global_batch=4,
+        sequence=1,
+        forced_experts=((3,),) * 4,
+        model={"moe_router_pre_softmax": True},
+    ),
+    "one-expert-a-rank": replace(BASE, num_experts=4, forced_experts=((0, 1),) * 4),
+}
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("case", EXTREMES)
+def test_extreme_routing_equals_ep(case: str, dispatcher: str) -> None:
+    job = replace(EXTREMES[case], dispatcher=dispatcher)
+    want, got = train(4, job, job.as_fssdp())
+    assert_equal_training(got, want)
+    for before, after in got[0].imbalance:
+        assert after <= before
+    if case == "one-rank-gets-everything":
+        # 2 of 8 experts, replicated to all: from 4 times the mean to the mean.
+        assert got[0].imbalance[0] == (4.0, 4.0)
+        assert got[0].imbalance[-1][1] <= 1.05
+
+
+def _norms_and_dense_parameters(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:
+    run = TinyRun(job)
+    if dist.get_rank() == 0:
+        # One rank's experts get far larger gradients than the others'.
+        for name, parameter in run.named_parameters().items():
+            if "experts" in name and "linear_fc2" in name:
+                parameter.data.mul_(30)
+    trained = run.train()
+    dense = {name: value for name, value in trained.params.items() if "experts" not in name}
+    return trained.grad_norms, dense
+
+
+def test_norm_is_one_number_and_dense_weights_stay_equal() -> None:
+    """Clipping by each group's own norm would let dense weights drift apart (fault 7)."""
+    results = run_ranks(4, _norms_and_dense_parameters, Job(ep=2, steps=5).as_fssdp())
+    for norms, dense in results[1:]:
+        assert norms == results[0][0]
+        for name, value in dense.items():
+            assert torch.equal(value, results[0][1][name]), name
+
+
+def _describe(job: Job) -> dict[str, Any]:
+    groups: list[int] = []
+    original = dist.new_group
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        groups.append(1)
+        return original(*args, **kwargs)
+
+    run = TinyRun(job)
+    dist.new_group = counting
+    run.train()
+    dist.new_group = original
+    model = run.model[0].module
+    return {
+        "parameters": [name for name, _ in model.named_parameters()],
+        "state": list(model.state_dict()),
+        "modules": [name for name, _ in model.named_modules()],
+        "buckets": [
+            [tuple(parameter.shape) for parameter in bucket.params_list]
+            for group in run.model[0].bucket_groups + run.model[0].expert_parallel_bucket_groups
+            for bucket in group.buckets
+        ],
+        "new_groups": len(groups),
+    }
+
+
+def _describe_both(job: Job) -> list[dict[str, Any]]:
+    return [_describe(job), _describe(job.as_fssdp())]
+
+
+def test_model_looks_like_a_stock_one() -> None:
+    """Same parameters in the same order, same state, same buckets, no process groups of ours."""
+    for stock, ours in run_ranks(2, _describe_both, Job(ep=2, steps=3)):
+        assert ours == stock
+        assert ours["new_groups"] == 0
+
+
+def _initial_parameters(job: Job) -> list[dict[str, torch.Tensor]]:
+    return [
+        {
+            name: value.detach().clone()
+            for name, value in TinyRun(replace(kind, stock_init=True)).named_parameters().items()
+        }
+        for kind in (job, job.as_fssdp())
+    ]
+
+
+def test_initial_weights_are_megatrons() -> None:
+    """Building our layer must not draw random numbers that Megatron would have drawn."""
+    for stock, ours in run_ranks(2, _initial_parameters, Job(ep=2)):
+        for name, value in stock.items():
+            assert torch.equal(ours[name], value), name
+
+
+class _TwoForwards:
+    """One MoE layer run twice before its backwards, in the other order."""
+
+    def __init__(self, job: Job) -> None:
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+
+        run = TinyRun(job)
+        run.step(0)  # so that replicas exist
+        self.layer = next(m for m in run.model[0].modules() if isinstance(m, MoELayer))
+        run.model[0].zero_grad_buffer()
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        inputs = [
+            torch.randn(16, 1, 32, generator=generator).requires_grad_() for _ in range(2)
+        ]
+        outputs = [self.layer(each)[0] for each in inputs]
+        outputs[1].square().sum().backward()
+        outputs[0].pow(3).sum().backward()
+        found = {f"input{i}": each.grad.clone() for i, each in enumerate(inputs)}
+        found |= {name: p.main_grad.clone() for name, p in self.layer.named_parameters()}
+        return found
+
+
+def _two_forwards(job: Job) -> list[dict[str, torch.Tensor]]:
+    return [_TwoForwards(kind).gradients() for kind in (job, job.as_fssdp())]
+
+
+def test_two_forwards_in_flight() -> None:
+    """What a forward dispatched belongs to that call, not to the layer (fault 21)."""
+    for stock, ours in run_ranks(4, _two_forwards, Job(ep=4)):
+        assert ours["router.weight"].any()
+        for name, value in stock.items():
+            scale = value.abs().max().item()
+            torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5 * scale, msg=name)
+
+
+def _only_model_parallel_groups(job: Job) -> set[int]:
+    """Sizes of the groups used inside MoE layers."""
+    sizes: set[int] = set()
+    run = TinyRun(job)
+    original = dist.batch_isend_irecv
+
+    def watching(ops: list[dist.P2POp]) -> list[dist.Work]:
+        sizes.update(op.group.size() for op in ops)
+        return original(ops)
+
+    dist.batch_isend_irecv = watching
+    run.train()
+    return sizes
+
+
+def test_replicas_travel_in_the_expert_parallel_group() -> None:
+    for sizes in run_ranks(4, _only_model_parallel_groups, Job(ep=2, steps=3).as_fssdp()):
+        assert sizes == {2}
