@@ -77,7 +77,10 @@ def documents_of_files(patterns: str) -> Iterator[str]:
 DOMAINS: dict[str, Callable[[], Iterator[str]]] = {
     "docs": documents_of_topics,
     "docstrings": documents_of_docstrings,
-    **{name: (lambda patterns=patterns: documents_of_files(patterns)) for name, patterns in CODE.items()},
+    **{
+        name: (lambda patterns=patterns: documents_of_files(patterns))
+        for name, patterns in CODE.items()
+    },
 }
 
 

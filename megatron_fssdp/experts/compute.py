@@ -36,9 +36,7 @@ class RowGroups:
         return values_SN.repeat_interleave(self.counts_on_device_S, dim=0, output_size=num_rows)
 
 
-def grouped_linear(
-    rows: torch.Tensor, weight_SNK: torch.Tensor, groups: RowGroups
-) -> torch.Tensor:
+def grouped_linear(rows: torch.Tensor, weight_SNK: torch.Tensor, groups: RowGroups) -> torch.Tensor:
     """Multiply each slot's rows with its weight: row @ weight.T.
 
     One grouped GEMM where torch has one for these tensors, else a loop over the slots; on CPUs

@@ -300,13 +300,19 @@ def _bridge_optimizer() -> None:
         for state in self.optimizer.state.values():
             state["step"] = torch.tensor(step)
 
-    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+    stock_set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    @torch.no_grad()
+    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> Any:
+        # A fully reshardable checkpoint has no step per parameter; None is skipped.
+        return stock_set_states(self, model_param, {"step": None, **tensors})
+
     _replace(
         DistributedOptimizer,
         {
             "state_dict": state_dict,
             "load_state_dict": load_state_dict,
-            "_set_main_param_and_optimizer_states": torch.no_grad()(set_states),
+            "_set_main_param_and_optimizer_states": set_states,
         },
     )
 
@@ -318,4 +324,3 @@ def _bridge_megatron_training() -> None:
     training.initialize_megatron = functools.partial(
         training.initialize_megatron, allow_no_cuda=True
     )
-

@@ -49,7 +49,10 @@ class FSSDPMoELayer(MoELayer):
         groups = pg_collection if pg_collection is not None else get_default_pg_collection()
         super().__init__(config, submodules, layer_number, groups, is_mtp_layer, name)
         self._runtime = runtime
-        self._index = runtime.add_layer(config.num_moe_experts, self.ep_group)
+        expert_bytes = sum(p.numel() * p.element_size() for p in self.experts.parameters())
+        self._index = runtime.add_layer(
+            config.num_moe_experts, self.ep_group, expert_bytes // self.num_local_experts
+        )
         num_slots = runtime.num_slots(self._index)
         self.token_dispatcher = _build_physical_dispatcher(
             self.token_dispatcher, config, num_slots, groups
@@ -66,10 +69,8 @@ class FSSDPMoELayer(MoELayer):
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> Any:
         """Translate the routing to slots, fetch the replicas, then prepare the dispatch."""
-        layer = self._runtime.begin_forward(
-            self._index, training=self.training, device=routing_map.device
-        )
-        counts_RE = _gather_counts(routing_map, self.ep_group)
+        layer = self._runtime.begin_forward(self._index, routing_map.device)
+        counts_RE = gather_counts(routing_map, self.ep_group)
         split_EI, loads_R = layer.split(counts_RE)
         if self.training:
             self._runtime.record(self._index, counts_RE, loads_R)
@@ -116,7 +117,7 @@ def _build_physical_dispatcher(
     )
 
 
-def _gather_counts(routing_map_TE: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def gather_counts(routing_map_TE: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return (R, E) int64, the tokens that every rank of the group routes to every expert."""
     counts_E = routing_map_TE.sum(dim=0, dtype=torch.int64)
     counts = counts_E.new_empty(group.size() * counts_E.numel())

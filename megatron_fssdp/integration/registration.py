@@ -4,7 +4,9 @@
     add_megatron_arguments (training.arguments)     always       our flag group, after Megatron's
     validate_args (training.arguments)              always       our checks; with fssdp, our layer
     load_yaml (training.yaml_arguments)             always       a refusal: it drops our flags
-    setup_model_and_optimizer (training.training)   fssdp only   proof that our layers are there
+    setup_model_and_optimizer (training.training)   if asked     fssdp: proof that our layers are
+                                                                 there; ep with --fssdp-load-log:
+                                                                 hooks that count the routing
 
 Every replacement calls the function it replaces, with the caller's own arguments, so a script's
 `extra_args_provider` and `args_defaults` work as before. tests/integration/test_registration.py
@@ -17,6 +19,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any
 
+from megatron_fssdp.config import FSSDPConfig
 from megatron_fssdp.integration import arguments, cpu_platform, validate, versions
 
 _registered = False
@@ -55,9 +58,7 @@ def _with_our_checks(stock: Callable[..., Any]) -> Callable[..., Any]:
     def validate_args(args: Namespace, *rest: Any, **options: Any) -> Any:
         result = stock(args, *rest, **options)
         # After Megatron's own checks: they fill in defaults such as the expert tensor size.
-        validate.validate(args)
-        if args.moe_parallel == "fssdp":
-            _use_fssdp(args)
+        _apply(validate.validate(args))
         return result
 
     return validate_args
@@ -78,22 +79,32 @@ def _refusing_our_flags(stock: Callable[..., Any]) -> Callable[..., Any]:
     return load_yaml
 
 
-def _use_fssdp(args: Namespace) -> None:
-    """Make Megatron build our MoE layer, and stop if the model then has none."""
+def _apply(config: FSSDPConfig) -> None:
+    """Make Megatron build our MoE layer, or watch its own, as the flags ask."""
+    if config.moe_parallel == "ep" and config.fssdp_load_log is None:
+        return
     from megatron.training import training
 
-    from megatron_fssdp.integration import spec
+    # Not at the top: plain EP must not even import our layer.
+    from megatron_fssdp.integration import metrics, spec
 
-    spec.register(args)
-    _wrap(training, "setup_model_and_optimizer", _proving_our_layers)
+    if config.moe_parallel == "fssdp":
+        metrics.attach(spec.register(config), config)
+        _wrap(training, "setup_model_and_optimizer", _then(spec.assert_fssdp_layers))
+    else:
+        watch = functools.partial(metrics.watch_routers, config=config)
+        _wrap(training, "setup_model_and_optimizer", _then(watch))
 
 
-def _proving_our_layers(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def setup_model_and_optimizer(*rest: Any, **options: Any) -> Any:
-        from megatron_fssdp.integration import spec
+def _then(use_model: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Wrap Megatron's model set-up so that `use_model` gets the built model chunks."""
 
-        model, *others = stock(*rest, **options)
-        spec.assert_fssdp_layers(model)
-        return (model, *others)
+    def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def setup_model_and_optimizer(*rest: Any, **options: Any) -> Any:
+            model, *others = stock(*rest, **options)
+            use_model(model)
+            return (model, *others)
 
-    return setup_model_and_optimizer
+        return setup_model_and_optimizer
+
+    return wrap

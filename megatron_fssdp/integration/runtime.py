@@ -1,14 +1,13 @@
 """The runtime: loads in, plans out, once per iteration, for all MoE layers of this process.
 
 [Note: When a plan changes] Every forward of an iteration, and every replay of activation
-recompute in its backward, uses the same plan: plans change between an optimizer step and the
-first forward after it. The step is seen through torch's own optimizer hook, on all ranks alike,
-so all ranks of an expert-parallel group change plans at the same forward.
+recompute in its backward, uses the same plan: plans change in the optimizer step, when no forward
+is in flight. The step is seen through torch's own optimizer hook. Ranks of one expert-parallel
+group have the same kinds of parameters, so all of them step, or (an overflow) none.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,8 +27,6 @@ from megatron_fssdp.planning.quotas import balance, rank_loads, split_source
 from megatron_fssdp.planning.schedule import Schedule
 from megatron_fssdp.planning.sharding import shard_evenly
 from megatron_fssdp.planning.topology import Topology
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +93,7 @@ class _LayerState:
     num_experts: int
     group: dist.ProcessGroup
     topology: Topology
+    expert_bytes: int
     # Both on the device; read once an iteration.
     counts_RE: torch.Tensor | None = None
     loads_R: torch.Tensor | None = None
@@ -112,12 +110,33 @@ class IterationRecord:
         counts_LRE: int64, tokens by layer, source rank and expert, all micro-batches.
         loads_LR: int64, tokens that each rank computed.
         plans: the layers' plans.
+        copied_bytes_L: bytes of parameters that replicas fetched (as many gradient bytes return).
     """
 
     iteration: int
     counts_LRE: list[Int64Array]
     loads_LR: list[Int64Array]
     plans: list[LayerPlan]
+    copied_bytes_L: list[int]
+
+    @property
+    def num_replicas(self) -> int:
+        return sum(plan.num_replicas for plan in self.plans)
+
+    def imbalance(self) -> tuple[list[float], list[float]]:
+        """Tokens of the fullest rank over the mean, by layer: owners only, and as it ran."""
+        before, after = [], []
+        for counts_RE, loads_R, plan in zip(
+            self.counts_LRE, self.loads_LR, self.plans, strict=True
+        ):
+            owned_R = np.bincount(
+                plan.owner_E, weights=counts_RE.sum(axis=0), minlength=plan.num_ranks
+            )
+            # A layer that routed nothing is balanced.
+            mean = max(owned_R.mean(), 1e-9)
+            before.append(float(owned_R.max() / mean) if owned_R.any() else 1.0)
+            after.append(float(loads_R.max() / mean) if owned_R.any() else 1.0)
+        return before, after
 
 
 @dataclass(eq=False)
@@ -135,7 +154,6 @@ class FSSDPRuntime:
     iteration: int = 0
     _layers: list[_LayerState] = field(default_factory=list)
     _predictors: dict[tuple[int, ...], SlidingMean] = field(default_factory=dict)
-    _stale: bool = False
 
     def __post_init__(self) -> None:
         self._hook = register_optimizer_step_post_hook(self._after_optimizer_step)
@@ -148,12 +166,12 @@ class FSSDPRuntime:
     def num_layers(self) -> int:
         return len(self._layers)
 
-    def add_layer(self, num_experts: int, group: dist.ProcessGroup) -> int:
-        """Register a MoE layer and return its index."""
+    def add_layer(self, num_experts: int, group: dist.ProcessGroup, expert_bytes: int) -> int:
+        """Register a MoE layer, whose experts have `expert_bytes` each, and return its index."""
         nodes = [rank // self.ranks_per_node for rank in dist.get_process_group_ranks(group)]
         number = {node: index for index, node in enumerate(dict.fromkeys(nodes))}
         topology = Topology(tuple(number[node] for node in nodes))
-        self._layers.append(_LayerState(num_experts, group, topology))
+        self._layers.append(_LayerState(num_experts, group, topology, expert_bytes))
         return len(self._layers) - 1
 
     def num_slots(self, index: int) -> int:
@@ -161,10 +179,8 @@ class FSSDPRuntime:
         layer = self._layers[index]
         return layer.num_experts // layer.group.size() + self.config.fssdp_num_replica_slots
 
-    def begin_forward(self, index: int, *, training: bool, device: torch.device) -> LayerStep:
-        """Return what the layer's forward needs; make new plans first if an iteration begins."""
-        if training and self._stale:
-            self._begin_iteration()
+    def begin_forward(self, index: int, device: torch.device) -> LayerStep:
+        """Return what the layer's forward needs."""
         layer = self._layers[index]
         if layer.step is None:
             # The first iteration: nothing is known of the loads yet, so nobody gets replicas.
@@ -187,7 +203,10 @@ class FSSDPRuntime:
             layer.loads_R += loads_R
 
     def _after_optimizer_step(self, *unused: Any) -> None:
-        self._stale = True
+        # A step has several torch optimizers (dense, experts): the first closes the books.
+        counts = self._close_iteration()
+        if counts:
+            self._plan(counts)
 
     def _owners(self, index: int) -> Int64Array:
         layer = self._layers[index]
@@ -201,38 +220,33 @@ class FSSDPRuntime:
             balance_tolerance=self.config.fssdp_balance_tolerance,
         )
 
-    def _begin_iteration(self) -> None:
-        """Close the finished iteration's books and plan the next one."""
-        self._plan(self.flush())
-
-    def flush(self) -> dict[int, Int64Array]:
+    def _close_iteration(self) -> dict[int, Int64Array]:
         """Report the finished iteration to the listeners.
 
         Returns:
             The (R, E) int64 counts of each layer that ran, per micro-batch.
         """
-        self._stale = False
         seen = [index for index, layer in enumerate(self._layers) if layer.num_forwards]
         if not seen:
             return {}
+        layers = [self._layers[index] for index in seen]
+        plans = [layer.step.plan for layer in layers if layer.step is not None]
         # The one device-to-host copy of an iteration; every layer's counts are complete by now.
-        counts_LRE = [self._layers[index].counts_RE.cpu().numpy() for index in seen]  # type: ignore[union-attr]
-        loads_LR = [self._layers[index].loads_R.cpu().numpy() for index in seen]  # type: ignore[union-attr]
-        record = IterationRecord(
-            self.iteration,
-            counts_LRE,
-            loads_LR,
-            [self._layers[index].step.plan for index in seen],  # type: ignore[union-attr]
-        )
+        counts_LRE = [layer.counts_RE.cpu().numpy() for layer in layers]  # type: ignore[union-attr]
+        loads_LR = [layer.loads_R.cpu().numpy() for layer in layers]  # type: ignore[union-attr]
+        copied = [
+            plan.num_replicas * layer.expert_bytes * layer.num_forwards
+            for plan, layer in zip(plans, layers, strict=True)
+        ]
+        record = IterationRecord(self.iteration, counts_LRE, loads_LR, plans, copied)
         self.iteration += 1
         for listener in self.listeners:
             listener(record)
         mean_counts = {
-            index: counts_RE // self._layers[index].num_forwards
-            for index, counts_RE in zip(seen, counts_LRE, strict=True)
+            index: counts_RE // layer.num_forwards
+            for index, layer, counts_RE in zip(seen, layers, counts_LRE, strict=True)
         }
-        for index in seen:
-            layer = self._layers[index]
+        for layer in layers:
             layer.counts_RE = layer.loads_R = None
             layer.num_forwards = 0
         return mean_counts

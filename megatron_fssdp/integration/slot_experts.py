@@ -87,9 +87,7 @@ class _SlotLinear(torch.nn.Module):
     groups: RowGroups
     bias_rows: torch.Tensor | None
 
-    def bind(
-        self, weight: torch.Tensor, groups: RowGroups, bias_rows: torch.Tensor | None
-    ) -> None:
+    def bind(self, weight: torch.Tensor, groups: RowGroups, bias_rows: torch.Tensor | None) -> None:
         self.weight, self.groups, self.bias_rows = weight, groups, bias_rows
 
     def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -2,10 +2,10 @@
 
 [Note: few replicas] A replica carries tokens from a rank above the target ("donor") to one below
 ("receiver"). Each donor needs at least one replica, each receiver that is used takes at least one,
-so the fewest replicas come from donors whose excess ends exactly where a receiver's room ends. Of
-all donors that some receiver can take over whole, the one whose receiver has the least room to
-spare goes first; the others are cut down with the emptiest receivers until two receivers would
-do, and then the best fitting pair is used. It is bin packing, and this is best fit.
+so the fewest replicas come from donors whose excess ends exactly where a receiver's room ends: bin
+packing, by best fit decreasing. The largest donor that some receiver can take whole goes to the
+receiver with the least room to spare. Where none can be taken whole, the largest donor is cut
+down by the emptiest receivers, and once two receivers would do, by the best fitting pair.
 
 Plain Python lists, not arrays: a step touches a few entries of sorted lists (a microsecond), so
 a layer of R ranks takes about R steps, and 1,024 ranks are no harder than 16 times 64.
@@ -44,35 +44,50 @@ def place_replicas(
     donors = sorted((x - target) * num_ranks + r for r, x in enumerate(load_R) if x > target)
     if not num_slots:
         return []
-    held: set[Replica] = set()
+    held: set[int] = set()
     placed: list[Replica] = []
     while donors and room:
         donor, at = _match(donors, room, num_ranks)
-        excess, giver = divmod(donors.pop(donor), num_ranks)
+        code = donors.pop(donor)
+        excess, giver = code // num_ranks, code % num_ranks
         owned = owned_R[giver]
         expert = max(owned, key=load_E.__getitem__)
+        takers = _cut_down(excess, load_E[expert], expert, room, held, num_ranks)
+        if takers:
+            for free, taker in takers:
+                free_R[taker] -= 1
+                load_R[taker] = target
+                excess -= free
+                load_E[expert] -= free
+                load_R[giver] -= free
+                held.add(expert * num_ranks + taker)
+                placed.append((expert, taker))
+            insort(donors, excess * num_ranks + giver)
+            continue
         taker = room[at] % num_ranks
-        if (expert, taker) in held:
+        if expert * num_ranks + taker in held:
             expert, at = _other_pair(owned, load_E, room, at, num_ranks, held)
             if expert < 0:
                 continue
             taker = room[at] % num_ranks
         free = room.pop(at) // num_ranks
-        moved = min(load_E[expert], free)
+        moved = load_E[expert]
+        if moved > free:
+            moved = free
         # With its last slot a receiver is filled up: room left there could not be used again,
         # room left at the donor can.
-        if free_R[taker] > 1 and moved > excess:
+        if moved > excess and free_R[taker] > 1:
             moved = excess
         load_E[expert] -= moved
         load_R[giver] -= moved
         load_R[taker] += moved
         free_R[taker] -= 1
-        held.add((expert, taker))
+        held.add(expert * num_ranks + taker)
         placed.append((expert, taker))
         if moved < free and free_R[taker]:
             insort(room, (free - moved) * num_ranks + taker)
         if moved < excess:
-            insort(donors, (excess - moved) * num_ranks + giver)
+            insort(donors, code - moved * num_ranks)
         elif moved > excess and free_R[giver]:
             insort(room, (moved - excess) * num_ranks + giver)
     return placed
@@ -80,23 +95,38 @@ def place_replicas(
 
 def _match(donors: list[int], room: list[int], num_ranks: int) -> tuple[int, int]:
     """Choose a donor and a receiver; return their indices."""
-    top = room[-1] // num_ranks
-    if donors[0] >= (top + 1) * num_ranks:
-        # No donor fits anywhere.
-        excess = donors[-1] // num_ranks
-        last = len(room) - 1
-        if last and excess <= top + room[-2] // num_ranks:
-            last = _best_pair(room, excess, num_ranks)
-        return len(donors) - 1, last
-    end = bisect_left(donors, (top + 1) * num_ranks)
-    best = least = at = -1
-    for index in range(end):
-        excess = donors[index] // num_ranks
-        fit = bisect_left(room, excess * num_ranks)
-        spare = room[fit] // num_ranks - excess
-        if spare < least or best < 0:
-            best, least, at = index, spare, fit
-    return best, at
+    above_top = (room[-1] // num_ranks + 1) * num_ranks
+    if donors[0] < above_top:
+        # The largest donor that fits somewhere, and where it fits best.
+        donor = bisect_left(donors, above_top) - 1
+        return donor, bisect_left(room, donors[donor] // num_ranks * num_ranks)
+    excess = donors[-1] // num_ranks
+    at = len(room) - 1
+    if at and excess <= (room[-1] // num_ranks) + room[-2] // num_ranks:
+        at = _best_pair(room, excess, num_ranks)
+    return len(donors) - 1, at
+
+
+def _cut_down(
+    excess: int, left: int, expert: int, room: list[int], held: set[int], num_ranks: int
+) -> list[tuple[int, int]]:
+    """Take the emptiest receivers off `room`, until two of them would do for the excess.
+
+    Returns:
+        (room, rank) of each receiver that the donor's hottest expert, with `left` tokens, fills.
+    """
+    takers: list[tuple[int, int]] = []
+    while len(room) > 2:
+        free, taker = room[-1] // num_ranks, room[-1] % num_ranks
+        if excess <= free + room[-2] // num_ranks:
+            break
+        if left < free or expert * num_ranks + taker in held:
+            break
+        room.pop()
+        left -= free
+        excess -= free
+        takers.append((free, taker))
+    return takers
 
 
 def _best_pair(room: list[int], excess: int, num_ranks: int) -> int:
@@ -120,12 +150,12 @@ def _other_pair(
     room: list[int],
     at: int,
     num_ranks: int,
-    held: set[Replica],
+    held: set[int],
 ) -> tuple[int, int]:
     """Return the hottest of a donor's experts that some receiver lacks, and that receiver."""
     for index in [at, *range(len(room) - 1, -1, -1)]:
         taker = room[index] % num_ranks
-        lacking = [e for e in owned if load_E[e] > 0 and (e, taker) not in held]
+        lacking = [e for e in owned if load_E[e] > 0 and e * num_ranks + taker not in held]
         if lacking:
             return max(lacking, key=load_E.__getitem__), index
     return -1, at

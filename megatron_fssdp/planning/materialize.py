@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_fssdp.planning.gain import place_replicas
 from megatron_fssdp.planning.plan import Int64Array
+from megatron_fssdp.planning.spares import place_spares
 from megatron_fssdp.planning.topology import Topology
 
-# Replicas as (layer, expert, rank), three (N,) int64 arrays.
-Replicas = tuple[Int64Array, Int64Array, Int64Array]
+# Targets tried when the wanted one cannot be met within the budget.
+TARGET_TRIES = 6
 
 
 def materialize_by_load(
@@ -17,7 +19,7 @@ def materialize_by_load(
     topology: Topology,
     num_replica_slots: int,
     overlap_degree: int | None = None,
-) -> Replicas:
+) -> Int64Array:
     """Place replicas in proportion to load: algorithm 1 of the paper (section 4.2).
 
     1. t = min(t, E), m = min(m, t); the candidates are the t most loaded experts.
@@ -37,7 +39,7 @@ def materialize_by_load(
         overlap_degree: t, experts that can be sent within the layer's non-MoE time; None: all.
 
     Returns:
-        The replicas.
+        (N, 3) int64: layer, expert and rank of each replica.
     """
     num_experts = owner_LE.shape[1]
     degree = num_experts if overlap_degree is None else min(overlap_degree, num_experts)
@@ -54,8 +56,7 @@ def materialize_by_load(
             )
         placed = _spread(candidates, copies, owner_LE[layer], topology, slots)
         replicas += [(layer, expert, rank) for expert, rank in placed]
-    columns = np.array(replicas, dtype=np.int64).reshape(-1, 3)
-    return columns[:, 0], columns[:, 1], columns[:, 2]
+    return np.array(replicas, dtype=np.int64).reshape(-1, 3)
 
 
 def assign_slots_by_load(load_X: Int64Array, num_slots: int, most_copies: int) -> Int64Array:
@@ -78,7 +79,7 @@ def assign_slots_by_load(load_X: Int64Array, num_slots: int, most_copies: int) -
         copies[index] = share
         left -= share
     while left and (copies < most_copies).any():
-        # Largest load per instance; cross-multiplied floats would not be the same everywhere.
+        # Largest load per instance; whole numbers, the same everywhere.
         open_X = np.flatnonzero(copies < most_copies)
         best = max(open_X.tolist(), key=lambda x: (int(load_X[x]) << 32) // (1 + int(copies[x])))
         copies[best] += 1
@@ -118,68 +119,113 @@ def _spread(
 def materialize_by_gain(
     load_LE: Int64Array,
     owner_LE: Int64Array,
-    topology: Topology,
+    num_ranks: int,
     num_replica_slots: int,
     tolerance: float = 0.01,
-) -> Replicas:
-    """Add replicas one at a time where they lower the fullest rank most; stop when none pays.
-
-    The fullest rank gives the tokens of its most loaded expert to a rank that takes all the
-    excess with the least room to spare, or else to the emptiest.
+    most_replicas: int | None = None,
+    spare_tokens: int | None = None,
+) -> Int64Array:
+    """Add the fewest replicas that balance each layer; then, if asked, spares against drift.
 
     Args:
         load_LE: (L, E) int64, the predicted tokens of each expert.
         owner_LE: (L, E) int64.
-        topology: the ranks and their nodes.
+        num_ranks: R.
         num_replica_slots: replicas that fit on a rank, per layer.
         tolerance: a layer is balanced when its fullest rank has at most (1 + tolerance) times the
-            mean tokens.
+            mean tokens; a balanced layer gets no replica at all.
+        most_replicas: replicas of a layer that its budget allows; None: any number.
+        spare_tokens: slots that are left get experts with at least this many tokens per instance;
+            None: no spares.
 
     Returns:
-        The replicas. Balanced loads give none.
+        (N, 3) int64: layer, expert and rank of each replica; of each rank, those that balance the
+        predicted loads first.
     """
+    num_layers = len(owner_LE)
+    limit = num_ranks * num_replica_slots if most_replicas is None else most_replicas
+    load_LR = _sum_by_owner(load_LE, owner_LE, num_ranks)
+    placed_LR = load_LR.copy()
     replicas: list[tuple[int, int, int]] = []
-    for layer in range(len(owner_LE)):
-        placed = _add_by_gain(
-            load_LE[layer], owner_LE[layer], topology, num_replica_slots, tolerance
+    free_LR = np.full((num_layers, num_ranks), num_replica_slots)
+    owned_by: dict[bytes, list[list[int]]] = {}
+    for layer, (load, load_R) in enumerate(zip(load_LE.tolist(), load_LR.tolist(), strict=True)):
+        owner_E = owner_LE[layer]
+        owned_R = owned_by.get(owner_E.tobytes()) or _owned(owner_E, num_ranks)
+        # Most layers share one sharding; listing what each rank owns is made once for them.
+        owned_by[owner_E.tobytes()] = owned_R
+        placed, placed_R = _materialize_layer(
+            load, owned_R, load_R, num_replica_slots, tolerance, limit
         )
         replicas += [(layer, expert, rank) for expert, rank in placed]
-    columns = np.array(replicas, dtype=np.int64).reshape(-1, 3)
-    return columns[:, 0], columns[:, 1], columns[:, 2]
+        if placed:
+            placed_LR[layer] = placed_R
+        else:
+            free_LR[layer] = 0
+    replicas_N3 = np.array(replicas, dtype=np.int64).reshape(-1, 3)
+    if spare_tokens is None:
+        return replicas_N3
+    used = replicas_N3[:, 0] * num_ranks + replicas_N3[:, 2]
+    used_LR = np.bincount(used, minlength=free_LR.size).reshape(free_LR.shape)
+    free_LR = np.maximum(free_LR - used_LR, 0)
+    if most_replicas is not None:
+        left_L = most_replicas - used_LR.sum(axis=1)
+        before_LR = np.cumsum(free_LR, axis=1) - free_LR
+        free_LR = np.clip(left_L[:, None] - before_LR, 0, free_LR)
+    import_LR = np.maximum(placed_LR - load_LR, 0)
+    spares_N3 = place_spares(load_LE, owner_LE, replicas_N3, free_LR, import_LR, spare_tokens)
+    return np.concatenate([replicas_N3, spares_N3])
 
 
-def _add_by_gain(
-    load_E: Int64Array, owner_E: Int64Array, topology: Topology, slots: int, tolerance: float
-) -> list[tuple[int, int]]:
-    num_ranks = topology.num_ranks
-    load_R = np.bincount(owner_E, weights=load_E, minlength=num_ranks).astype(np.int64)
-    target = max(int((1 + tolerance) * int(load_E.sum()) / num_ranks), 1)
-    left_E = load_E.copy()
-    free_R = np.full(num_ranks, slots)
-    holds = {(int(expert), int(rank)) for expert, rank in enumerate(owner_E)}
-    placed: list[tuple[int, int]] = []
-    stuck_R = np.zeros(num_ranks, dtype=bool)
-    while True:
-        donor = int(np.argmax(np.where(stuck_R, -1, load_R)))
-        excess = int(load_R[donor]) - target
-        if stuck_R[donor] or excess <= 0:
-            return placed
-        owned = np.flatnonzero(owner_E == donor)
-        expert = int(owned[np.argmax(left_E[owned])])
-        room_R = np.where(free_R > 0, target - load_R, 0)
-        for rank in range(num_ranks):
-            if (expert, rank) in holds:
-                room_R[rank] = 0
-        want = min(excess, int(left_E[expert]))
-        fits = np.flatnonzero(room_R >= want)
-        rank = int(fits[np.argmin(room_R[fits])]) if len(fits) else int(np.argmax(room_R))
-        moved = min(want, int(room_R[rank]))
-        if moved <= 0:
-            stuck_R[donor] = True
-            continue
-        load_R[donor] -= moved
-        load_R[rank] += moved
-        left_E[expert] -= moved
-        free_R[rank] -= 1
-        holds.add((expert, rank))
-        placed.append((expert, rank))
+def _sum_by_owner(load_LE: Int64Array, owner_LE: Int64Array, num_ranks: int) -> Int64Array:
+    """(L, R) tokens of each rank without replicas."""
+    num_layers = len(load_LE)
+    row = np.arange(num_layers)[:, None] * num_ranks + owner_LE
+    # Sums of whole numbers below 2^53: exact as floats.
+    load = np.bincount(row.ravel(), weights=load_LE.ravel(), minlength=num_layers * num_ranks)
+    return load.astype(np.int64).reshape(num_layers, num_ranks)
+
+
+def _owned(owner_E: Int64Array, num_ranks: int) -> list[list[int]]:
+    """List each rank's experts."""
+    owned_R: list[list[int]] = [[] for _ in range(num_ranks)]
+    for expert, rank in enumerate(owner_E.tolist()):
+        owned_R[rank].append(expert)
+    return owned_R
+
+
+def _materialize_layer(
+    load_E: list[int],
+    owned_R: list[list[int]],
+    load_R: list[int],
+    num_slots: int,
+    tolerance: float,
+    limit: int,
+) -> tuple[list[tuple[int, int]], list[int]]:
+    """Place one layer's replicas; relax the target as far as slots and budget demand.
+
+    Returns:
+        The replicas, and the tokens of each rank with them.
+    """
+    total = sum(load_R)
+    fullest = max(load_R)
+    wanted = max(int(total / len(load_R) * (1 + tolerance)), -(-total // len(load_R)))
+    if fullest <= wanted or not num_slots or not limit:
+        return [], load_R
+    low, high, target = wanted, fullest, wanted
+    best: tuple[int, list[tuple[int, int]], list[int]] = (fullest, [], load_R)
+    for _ in range(TARGET_TRIES):
+        placed_R = load_R.copy()
+        placed = place_replicas(load_E.copy(), owned_R, placed_R, target, num_slots)
+        reached = max(placed_R)
+        is_met = reached <= target and len(placed) <= limit
+        if len(placed) <= limit and reached < best[0]:
+            best = (reached, placed, placed_R)
+        if is_met:
+            high = target
+        else:
+            low = target
+        if (is_met and target == wanted) or high - low <= 1:
+            break
+        target = (low + high) // 2
+    return best[1], best[2]

@@ -8,8 +8,10 @@ Shape letters, here and everywhere in `planning`:
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -187,6 +189,11 @@ class LayerPlan:
         return self._instances[1]
 
     @cached_property
+    def derived(self) -> dict[Hashable, Any]:
+        """Tables that other modules derive from this plan, kept with it."""
+        return {}
+
+    @cached_property
     def num_replicas(self) -> int:
         """Instances beyond the owners' own."""
         return int(np.count_nonzero(self.slot_expert_RS != EMPTY)) - self.num_experts
@@ -194,9 +201,7 @@ class LayerPlan:
 
 def build_slots(
     owner_LE: Int64Array,
-    replica_L: Int64Array,
-    replica_E: Int64Array,
-    replica_R: Int64Array,
+    replicas_N3: Int64Array,
     num_ranks: int,
     num_replica_slots: int,
 ) -> Int64Array:
@@ -204,28 +209,25 @@ def build_slots(
 
     Args:
         owner_LE: (L, E) int64.
-        replica_L: (N,) int64, the layer of each replica.
-        replica_E: (N,) int64, its expert.
-        replica_R: (N,) int64, the rank that gets it.
+        replicas_N3: (N, 3) int64, layer, expert and rank of each replica. A rank's replicas keep
+            this order: planners list those that carry most first.
         num_ranks: R.
         num_replica_slots: slots of a rank and layer for replicas. S is this plus the most experts
             that one rank owns in one layer.
 
     Returns:
-        (L, R, S) int64: owned experts ascending, replicas ascending, EMPTY.
+        (L, R, S) int64: owned experts ascending, replicas, EMPTY.
     """
     num_layers, num_experts = owner_LE.shape
-    row = (np.arange(num_layers)[:, None] * num_ranks + owner_LE).ravel()
-    owned_count = np.bincount(row, minlength=num_layers * num_ranks)
-    num_slots = int(owned_count.max(initial=0)) + num_replica_slots
-    # One stable order over both lists: by row, owned before replicas, then by expert.
-    row = np.concatenate([row, replica_L * num_ranks + replica_R])
-    expert = np.concatenate([np.tile(np.arange(num_experts), num_layers), replica_E])
-    is_replica = np.arange(len(row)) >= num_layers * num_experts
-    order = np.argsort((row * 2 + is_replica) * max(num_experts, 1) + expert)
+    owned_row = (np.arange(num_layers)[:, None] * num_ranks + owner_LE).ravel()
+    row = np.concatenate([owned_row, replicas_N3[:, 0] * num_ranks + replicas_N3[:, 2]])
+    expert = np.concatenate([np.tile(np.arange(num_experts), num_layers), replicas_N3[:, 1]])
+    # Stable: owned experts are listed before replicas, and by number.
+    order = np.argsort(row, kind="stable")
     row, expert = row[order], expert[order]
     count = np.bincount(row, minlength=num_layers * num_ranks)
     position = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
-    slots = np.full((num_layers * num_ranks, num_slots), EMPTY, dtype=np.int64)
+    most_owned = np.bincount(owned_row, minlength=1).max()
+    slots = np.full((num_layers * num_ranks, most_owned + num_replica_slots), EMPTY)
     slots[row, position] = expert
-    return slots.reshape(num_layers, num_ranks, num_slots)
+    return slots.reshape(num_layers, num_ranks, -1)

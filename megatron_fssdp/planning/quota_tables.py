@@ -1,27 +1,55 @@
 """What the quota routine knows of a layer's plan before any token is counted.
 
 Only replicated experts matter here: they are renumbered 0..X-1, and their instances form one flat
-list of N. [Note: the forest] Ranks and replicated experts are the nodes of a graph, instances its
-edges. A spanning forest of it is walked in preorder, so that what hangs below an edge is one
-interval of ranks: a running sum over ranks then gives the tokens that must cross each edge for
-all ranks of a tree to be equally full, with no matrix and no rounding.
+list of N, expert by expert.
+
+[Note: the forest] Ranks and replicated experts are the nodes of a graph, instances its edges. A
+spanning forest of it is walked in preorder, so that what hangs below an edge is one interval of
+ranks: a running sum over ranks then gives the tokens that must cross each edge to make all ranks
+of a tree equally full, with no matrix and no rounding. Edges outside the forest keep their tokens
+meanwhile; up to three forests, made to cover all edges between them, take turns. The first is made
+of owners and of the replicas in the ranks' first slots, where planners put those that carry most.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from megatron_fssdp.planning.plan import EMPTY, Int64Array, LayerPlan
 
+MAX_FORESTS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Forest:
+    """A spanning forest of the graph of ranks and experts. All arrays int64.
+
+    V = R + X nodes: ranks first, then experts.
+
+    Attributes:
+        preorder_R: (R,) ranks as the walk meets them.
+        from_N, to_N: (N,) the interval of `preorder_R` below each edge; empty if not in the forest.
+        sign_N: (N,) 1 if the rank is below the expert, -1 if above, 0 if not in the forest.
+        parent_V: (V,) the node above each node, itself at a root.
+        parent_edge_V: (V,) the instance that links them; N at a root.
+        doublings: pointer doublings that take any node to its root.
+    """
+
+    preorder_R: Int64Array
+    from_N: Int64Array
+    to_N: Int64Array
+    sign_N: Int64Array
+    parent_V: Int64Array
+    parent_edge_V: Int64Array
+    doublings: int
+
 
 @dataclass(frozen=True, eq=False)
 class QuotaTables:
-    """A layer's replicated experts, as index tables. All arrays int64.
-
-    V = R + X nodes of the graph: ranks first, then experts.
+    """A layer's replicated experts as index tables. All arrays int64.
 
     Attributes:
         num_ranks: R.
@@ -30,17 +58,20 @@ class QuotaTables:
         owner_E: (E,) owner of each expert.
         rank_N: (N,) the rank of each instance.
         expert_N: (N,) its expert, 0..X-1, ascending.
-        first_X: (X,) where each expert's instances begin.
         column_N: (N,) the instance's number within its expert: owner 0, then by rank.
+        first_X: (X,) where each expert's instances begin.
         count_X: (X,) instances of each expert.
-        preorder_R: (R,) ranks as the walk meets them.
-        from_N, to_N: (N,) the interval of `preorder_R` below each edge; empty if not in the forest.
-        sign_N: (N,) 1 if the rank is below the expert, -1 if above.
-        parent_V: (V,) the node above each node, itself at a root.
-        parent_edge_V: (V,) the instance that links them; N at a root.
-        doublings: pointer doublings that take any node to its root.
-        colors: experts in classes, no two of a class on one rank: (instances padded to
-            (experts of the class, most instances) with N).
+        busy_N: (N,) replicated experts on the instance's rank.
+        by_node_R: (R,) ranks in the order of their nodes.
+        node_start: (nodes,) where each node begins in `by_node_R`.
+        node_R: (R,) node of each rank.
+        node_N: (N,) node of each instance.
+        peers_N: (N,) instances of the same expert on the same node.
+        by_node_N: (N,) instances by expert, then node.
+        group_start_N: (N,) where the (expert, node) of each instance begins in `by_node_N`.
+        forests: see the note above.
+        colors: experts in classes, no two of a class on one rank; of each class, the instances,
+            padded with N to (experts of the class, most instances).
     """
 
     num_ranks: int
@@ -49,21 +80,31 @@ class QuotaTables:
     owner_E: Int64Array
     rank_N: Int64Array
     expert_N: Int64Array
-    first_X: Int64Array
     column_N: Int64Array
+    first_X: Int64Array
     count_X: Int64Array
-    preorder_R: Int64Array
-    from_N: Int64Array
-    to_N: Int64Array
-    sign_N: Int64Array
-    parent_V: Int64Array
-    parent_edge_V: Int64Array
-    doublings: int
+    busy_N: Int64Array
+    by_node_R: Int64Array
+    node_start: Int64Array
+    node_R: Int64Array
+    node_N: Int64Array
+    peers_N: Int64Array
+    by_node_N: Int64Array
+    group_start_N: Int64Array
+    forests: tuple[Forest, ...]
     colors: tuple[Int64Array, ...]
 
 
-def build_tables(plan: LayerPlan) -> QuotaTables:
-    """Build the tables of a layer's plan."""
+def quota_tables(plan: LayerPlan, node_of_rank: Sequence[int]) -> QuotaTables:
+    """Return the tables of a layer's plan; built once per plan."""
+    nodes = tuple(node_of_rank)
+    if nodes not in plan.derived:
+        plan.derived[nodes] = _build(plan, np.array(nodes, dtype=np.int64))
+    tables: QuotaTables = plan.derived[nodes]
+    return tables
+
+
+def _build(plan: LayerPlan, node_R: Int64Array) -> QuotaTables:
     rank_EI = plan.instance_rank_EI
     count_E = np.count_nonzero(rank_EI != EMPTY, axis=1)
     expert_X = np.flatnonzero(count_E > 1)
@@ -72,9 +113,16 @@ def build_tables(plan: LayerPlan) -> QuotaTables:
     rank_N = rank_XI[rank_XI != EMPTY]
     expert_N = np.repeat(np.arange(len(expert_X)), count_X)
     first_X = np.cumsum(count_X) - count_X
-    column_N = np.arange(len(rank_N)) - first_X[expert_N]
-    lists = rank_N.tolist(), first_X.tolist(), count_X.tolist()
-    walk = _walk(_forest(*lists, plan.num_ranks), plan.num_ranks, len(rank_N))
+    node_N = node_R[rank_N]
+    group_N = expert_N * (int(node_R.max()) + 1) + node_N
+    by_node_N = np.argsort(group_N, kind="stable")
+    group_start_N = np.searchsorted(group_N[by_node_N], group_N)
+    by_node_R = np.argsort(node_R, kind="stable")
+    lists = rank_N.tolist(), expert_N.tolist(), count_X.tolist()
+    slot_N = plan.instance_physical_EI[expert_X][rank_XI != EMPTY] % plan.num_slots
+    owned_R = np.bincount(plan.owner_E, minlength=plan.num_ranks)
+    # Owners before all replicas.
+    turn_N = np.where(plan.owner_E[expert_X[expert_N]] == rank_N, -1, slot_N - owned_R[rank_N])
     return QuotaTables(
         num_ranks=plan.num_ranks,
         expert_X=expert_X,
@@ -82,41 +130,60 @@ def build_tables(plan: LayerPlan) -> QuotaTables:
         owner_E=plan.owner_E,
         rank_N=rank_N,
         expert_N=expert_N,
+        column_N=np.arange(len(rank_N)) - first_X[expert_N],
         first_X=first_X,
-        column_N=column_N,
         count_X=count_X,
-        colors=_color(*lists),
-        **walk,
+        busy_N=np.bincount(rank_N, minlength=plan.num_ranks)[rank_N],
+        by_node_R=by_node_R,
+        node_start=np.searchsorted(node_R[by_node_R], np.arange(int(node_R.max()) + 1)),
+        node_R=node_R,
+        node_N=node_N,
+        peers_N=np.searchsorted(group_N[by_node_N], group_N, side="right") - group_start_N,
+        by_node_N=by_node_N,
+        group_start_N=group_start_N,
+        forests=_forests(*lists, turn_N.tolist(), plan.num_ranks),
+        colors=_colors(*lists),
     )
 
 
-def _forest(
-    rank_N: list[int], first_X: list[int], count_X: list[int], num_ranks: int
-) -> list[list[tuple[int, int]]]:
-    """Choose a spanning forest: for each node, its (neighbour, instance) pairs.
+def _forests(
+    rank_N: list[int],
+    expert_N: list[int],
+    count_X: list[int],
+    turn_N: list[int],
+    num_ranks: int,
+) -> tuple[Forest, ...]:
+    """Build forests until every edge is in one.
 
-    Experts with many instances first: they are the hot ones, whose quotas have most room to move.
+    Edges in no forest yet come first, then those in early slots (`turn_N`), then hot experts'.
     """
-    num_experts = len(first_X)
-    leader = list(range(num_ranks + num_experts))
-    edges: list[list[tuple[int, int]]] = [[] for _ in leader]
-    for expert in sorted(range(num_experts), key=lambda x: -count_X[x]):
-        node = num_ranks + expert
-        for instance in range(first_X[expert], first_X[expert] + count_X[expert]):
-            rank = top = rank_N[instance]
+    num_nodes = num_ranks + len(count_X)
+    uses_N = [0] * len(rank_N)
+    forests: list[Forest] = []
+    while len(forests) < MAX_FORESTS and 0 in uses_N:
+        leader = list(range(num_nodes))
+        edges: list[list[tuple[int, int]]] = [[] for _ in leader]
+        order = sorted(
+            range(len(rank_N)), key=lambda n: (uses_N[n], turn_N[n], -count_X[expert_N[n]])
+        )
+        for instance in order:
+            rank, node = rank_N[instance], num_ranks + expert_N[instance]
+            top, other = rank, node
             while leader[top] != top:
                 leader[top] = top = leader[leader[top]]
-            if top != node:
-                leader[top] = node
+            while leader[other] != other:
+                leader[other] = other = leader[leader[other]]
+            if top != other:
+                leader[top] = other
                 edges[rank].append((node, instance))
                 edges[node].append((rank, instance))
-    return edges
+                uses_N[instance] += 1
+        forests.append(_walk(edges, num_ranks, len(rank_N)))
+    return tuple(forests)
 
 
-def _walk(
-    edges: list[list[tuple[int, int]]], num_ranks: int, num_instances: int
-) -> dict[str, Any]:
-    """Walk the forest in preorder; return the fields of `QuotaTables` that describe it."""
+def _walk(edges: list[list[tuple[int, int]]], num_ranks: int, num_instances: int) -> Forest:
+    """Walk a forest in preorder. `edges`: for each node, its (neighbour, instance) pairs."""
     parent = list(range(len(edges)))
     parent_edge = [num_instances] * len(edges)
     start, end, sign = ([0] * num_instances for _ in range(3))
@@ -150,40 +217,40 @@ def _walk(
                     parent[neighbour] = node
                     parent_edge[neighbour] = instance
                     stack.append(neighbour)
-    return {
-        "preorder_R": np.array(preorder, dtype=np.int64),
-        "from_N": np.array(start, dtype=np.int64),
-        "to_N": np.array(end, dtype=np.int64),
-        "sign_N": np.array(sign, dtype=np.int64),
-        "parent_V": np.array(parent, dtype=np.int64),
-        "parent_edge_V": np.array(parent_edge, dtype=np.int64),
-        "doublings": deepest.bit_length(),
-    }
+    return Forest(
+        preorder_R=np.array(preorder, dtype=np.int64),
+        from_N=np.array(start, dtype=np.int64),
+        to_N=np.array(end, dtype=np.int64),
+        sign_N=np.array(sign, dtype=np.int64),
+        parent_V=np.array(parent, dtype=np.int64),
+        parent_edge_V=np.array(parent_edge, dtype=np.int64),
+        doublings=deepest.bit_length(),
+    )
 
 
-def _color(
-    rank_N: list[int], first_X: list[int], count_X: list[int]
-) -> tuple[Int64Array, ...]:
+def _colors(rank_N: list[int], expert_N: list[int], count_X: list[int]) -> tuple[Int64Array, ...]:
     """Sort experts into classes such that no two of a class share a rank, greedily."""
+    first, ranks_X = 0, []
+    for count in count_X:
+        ranks_X.append(rank_N[first : first + count])
+        first += count
     taken_R: dict[int, int] = {}
     classes: list[list[int]] = []
-    for expert in sorted(range(len(first_X)), key=lambda x: -count_X[x]):
-        ranks = rank_N[first_X[expert] : first_X[expert] + count_X[expert]]
+    for expert in sorted(range(len(count_X)), key=lambda x: -count_X[x]):
         taken = 0
-        for rank in ranks:
+        for rank in ranks_X[expert]:
             taken |= taken_R.get(rank, 0)
         color = (~taken & (taken + 1)).bit_length() - 1
-        for rank in ranks:
+        for rank in ranks_X[expert]:
             taken_R[rank] = taken_R.get(rank, 0) | 1 << color
         if color == len(classes):
             classes.append([])
         classes[color].append(expert)
+    instances_X = np.cumsum([0, *count_X])
     padded = []
     for members in classes:
         table = np.full((len(members), max(count_X[x] for x in members)), len(rank_N))
         for row, expert in enumerate(members):
-            table[row, : count_X[expert]] = np.arange(
-                first_X[expert], first_X[expert] + count_X[expert]
-            )
+            table[row, : count_X[expert]] = np.arange(instances_X[expert], instances_X[expert + 1])
         padded.append(table)
     return tuple(padded)

@@ -1,6 +1,8 @@
 """Quotas: how many tokens of each expert every instance computes, and whose.
 
-Whole numbers only: every rank computes the same quotas from the same counts.
+Whole numbers only: every rank computes the same quotas from the same counts. The paper keeps a
+token on its rank or node wherever an instance is (section 4.4), which can overload that rank;
+here the fullest rank comes first, locality second.
 """
 
 from __future__ import annotations
@@ -9,69 +11,95 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_fssdp.planning.equalize import equalize, instance_loads
+from megatron_fssdp.planning.localize import localize
 from megatron_fssdp.planning.plan import EMPTY, Int64Array, LayerPlan
+from megatron_fssdp.planning.quota_tables import QuotaTables, quota_tables
 
-MAX_SWEEPS = 200
+# Steps of `equalize` if `turns` does not say: it stops at the optimum, long before this.
+MAX_STEPS = 1000
+# One token in 2^11 above the mean is good enough.
+GOOD_ENOUGH_SHIFT = 11
 
 
 def rank_loads(quota_EI: Int64Array, plan: LayerPlan) -> Int64Array:
     """Return the (R,) int64 tokens that each rank computes under these quotas."""
-    valid = plan.instance_rank_EI != EMPTY
-    load_R = np.zeros(plan.num_ranks, dtype=np.int64)
-    np.add.at(load_R, plan.instance_rank_EI[valid], quota_EI[valid])
-    return load_R
+    is_instance = plan.instance_rank_EI != EMPTY
+    # Sums of whole numbers below 2^53: exact as floats.
+    load_R = np.bincount(
+        plan.instance_rank_EI[is_instance],
+        weights=quota_EI[is_instance],
+        minlength=plan.num_ranks,
+    )
+    return load_R.astype(np.int64)
 
 
-def balance(counts_RE: Int64Array, plan: LayerPlan, node_of_rank: Sequence[int]) -> Int64Array:
+def balance(
+    counts_RE: Int64Array,
+    plan: LayerPlan,
+    node_of_rank: Sequence[int],
+    tolerance: float = 0.0,
+    turns: int | None = None,
+) -> Int64Array:
     """Split every expert's tokens over its instances so that the fullest rank has the fewest.
 
+    Quotas start where no token would leave its node, as far as the plan allows, and are changed
+    only as far as balance needs. See `equalize` for why the result is within one token per replica
+    of the least possible; it is never worse than owners alone.
+
     Args:
-        counts_RE: (R, E) int64, tokens of each source rank for each expert.
+        counts_RE: (R, E) integers, tokens of each source rank for each expert.
         plan: where the instances are.
         node_of_rank: (R,) the node of each rank.
+        tolerance: a fullest rank of (1 + tolerance) times the mean tokens is good enough, and
+            what is left of that is spent on keeping tokens on their node.
+        turns: turns of every forest (see `equalize`), at most 2; None: until nothing is gained.
+            The device routine takes two, and equals this one with two to the token.
 
     Returns:
         (E, I) int64, tokens of each expert (of all sources) that each instance computes; zero
         where `instance_rank_EI` is EMPTY. Each row sums to the expert's tokens.
+
+    Example: 2 ranks on one node own an expert each; expert 0 has a replica on rank 1. Counts
+    [[6, 1], [2, 1]] make quotas [[5, 3], [2, 0]]: five tokens on each rank.
     """
-    del node_of_rank
+    quota_EI = np.zeros(plan.instance_rank_EI.shape, dtype=np.int64)
     load_E = counts_RE.sum(axis=0, dtype=np.int64)
-    rank_EI = plan.instance_rank_EI
-    quota_EI = np.zeros(rank_EI.shape, dtype=np.int64)
     quota_EI[:, 0] = load_E
-    load_R = rank_loads(quota_EI, plan)
-    replicated = np.flatnonzero((rank_EI != EMPTY).sum(axis=1) > 1)
-    for _ in range(MAX_SWEEPS):
-        changed = False
-        for expert in replicated:
-            size = int((rank_EI[expert] != EMPTY).sum())
-            ranks = rank_EI[expert, :size]
-            old = quota_EI[expert, :size].copy()
-            others = load_R[ranks] - old
-            new = _fill(others, int(load_E[expert]))
-            if (new != old).any():
-                changed = True
-                quota_EI[expert, :size] = new
-                load_R[ranks] = others + new
-        if not changed:
-            break
+    tables = quota_tables(plan, node_of_rank)
+    if not len(tables.expert_X):
+        return quota_EI
+    base_R = np.bincount(
+        tables.owner_E, weights=load_E * tables.single_E, minlength=tables.num_ranks
+    ).astype(np.int64)
+    counts_RX = counts_RE[:, tables.expert_X].astype(np.int64)
+    share_N, quota_N = _node_shares(counts_RX, load_E[tables.expert_X], tables)
+    total = int(load_E.sum())
+    mean = -(-total // tables.num_ranks)
+    goal = mean + max(mean >> GOOD_ENOUGH_SHIFT, int(tolerance * total / tables.num_ranks))
+    steps = MAX_STEPS if turns is None else turns * len(tables.forests)
+    quota_N = equalize(quota_N, base_R, tables, goal, steps)
+    quota_N = localize(quota_N, share_N, base_R, tables, goal)
+    owners_load_R = np.bincount(plan.owner_E, weights=load_E, minlength=plan.num_ranks)
+    if instance_loads(quota_N, base_R, tables).max() <= owners_load_R.max():
+        quota_EI[tables.expert_X[tables.expert_N], tables.column_N] = quota_N
     return quota_EI
 
 
-def _fill(others: Int64Array, tokens: int) -> Int64Array:
-    """Pour whole tokens into vessels already filled to `others`, lowest first."""
-    order = np.argsort(others, kind="stable")
-    level = others[order]
-    count = np.arange(1, len(level) + 1)
-    room = level * count - np.cumsum(level)
-    used = int(np.flatnonzero(room <= tokens)[-1]) + 1
-    share, remainder = divmod(tokens + int(level[:used].sum()), used)
-    filled = np.zeros(len(level), dtype=np.int64)
-    filled[:used] = share - level[:used]
-    filled[:remainder] += 1
-    result = np.empty(len(level), dtype=np.int64)
-    result[order] = filled
-    return result
+def _node_shares(
+    counts_RX: Int64Array, load_X: Int64Array, tables: QuotaTables
+) -> tuple[Int64Array, Int64Array]:
+    """Share each node's tokens among its instances; tokens of other nodes among all instances.
+
+    Returns:
+        (N,) int64 the shares of the own node's tokens, (N,) int64 all tokens of each instance.
+    """
+    counts_MX = np.add.reduceat(counts_RX[tables.by_node_R], tables.node_start, axis=0)
+    share_N = counts_MX[tables.node_N, tables.expert_N] // tables.peers_N
+    rest_X = load_X - np.add.reduceat(share_N, tables.first_X)
+    mean_X, left_X = np.divmod(rest_X, tables.count_X)
+    is_extra_N = tables.column_N < left_X[tables.expert_N]
+    return share_N, share_N + mean_X[tables.expert_N] + is_extra_N
 
 
 def split_source(
@@ -84,10 +112,11 @@ def split_source(
     """Split one source rank's tokens over the instances, as the quotas say.
 
     Tokens stay on their rank where it has an instance with quota left, else on their node; the
-    rest fill what is left in rank order. All sources together meet the quotas exactly.
+    rest fill what is left in the order of nodes and ranks. All sources together meet the quotas
+    exactly.
 
     Args:
-        counts_RE: (R, E) int64, tokens of each source rank for each expert.
+        counts_RE: (R, E) integers, tokens of each source rank for each expert.
         quota_EI: (E, I) int64, as `balance` returns it for these counts.
         plan: where the instances are.
         node_of_rank: (R,) the node of each rank.
@@ -95,56 +124,52 @@ def split_source(
 
     Returns:
         (E, I) int64; each row sums to `counts_RE[source]`.
+
+    Example: with `balance`'s, rank 0 keeps 5 of its 6 tokens for expert 0 and sends 1 to rank 1:
+    [[5, 1], [1, 0]]; rank 1 keeps its own: [[0, 2], [1, 0]].
     """
-    node_R = np.asarray(node_of_rank)
-    rank_EI = plan.instance_rank_EI
-    expert = np.flatnonzero((rank_EI != EMPTY).sum(axis=1) > 1)
     split_EI = np.zeros_like(quota_EI)
     split_EI[:, 0] = counts_RE[source]
-    # Ranks in the order of their nodes, so that a node is one interval of every running sum.
-    by_node_R = np.argsort(node_R, kind="stable")
-    sent_RX = np.array(counts_RE[:, expert], dtype=np.int64)
-    rank_XI, quota_XI = rank_EI[expert], quota_EI[expert].copy()
-    used_XI = rank_XI != EMPTY
-    node_XI = np.where(used_XI, node_R[rank_XI], EMPTY)
+    tables = quota_tables(plan, node_of_rank)
+    if not len(tables.expert_X):
+        return split_EI
+    rank_N, expert_N, node_N = tables.rank_N, tables.expert_N, tables.node_N
+    node = int(tables.node_R[source])
+    counts_RX = counts_RE[:, tables.expert_X].astype(np.int64)
+    room_N = quota_EI[tables.expert_X[expert_N], tables.column_N]
 
     # 1. Own rank.
-    column_X1 = np.arange(len(expert))[:, None]
-    local_XI = np.where(used_XI, np.minimum(sent_RX[rank_XI, column_X1], quota_XI), 0)
-    quota_XI -= local_XI
-    row, position = np.nonzero(used_XI)
-    sent_RX[rank_XI[row, position], row] -= local_XI[row, position]
-    split_XI = np.where(rank_XI == source, local_XI, 0)
+    local_N = np.minimum(counts_RX[rank_N, expert_N], room_N)
+    counts_RX[rank_N, expert_N] -= local_N
+    room_N = room_N - local_N
+    split_N = np.where(rank_N == source, local_N, 0)
 
-    # 2. Own node: sources and instances of a node laid end to end, each in its order.
-    left_RX, room_XI = sent_RX[by_node_R], quota_XI
-    node_sorted_R = node_R[by_node_R]
-    start_RX = np.cumsum(left_RX, axis=0) - left_RX
-    first_R = np.searchsorted(node_sorted_R, node_sorted_R)
-    within_RX = start_RX - start_RX[first_R]
-    same_XII = (node_XI[:, :, None] == node_XI[:, None, :]) & used_XI[:, :, None]
-    before_II = np.tri(rank_XI.shape[1], k=-1, dtype=np.int64)
-    offset_XI = (same_XII * before_II * room_XI[:, None, :]).sum(axis=2)
-    node_room_XN = np.zeros((len(expert), int(node_R.max()) + 1), dtype=np.int64)
-    np.add.at(node_room_XN, (row, node_XI[row, position]), room_XI[row, position])
-    node_left_XN = np.zeros_like(node_room_XN)
-    np.add.at(node_left_XN.T, node_sorted_R, left_RX)
-    mine = int(np.flatnonzero(by_node_R == source)[0])
-    in_node_XI = _overlap(within_RX[mine][:, None], left_RX[mine][:, None], offset_XI, room_XI) * (
-        node_XI == node_R[source]
-    )
-    split_XI += in_node_XI
-    taken_RX = _overlap(within_RX, left_RX, 0, node_room_XN.T[node_sorted_R])
-    node_left_XI = np.take_along_axis(node_left_XN, np.maximum(node_XI, 0), axis=1)
-    given_XI = np.where(used_XI, _overlap(0, node_left_XI, offset_XI, room_XI), 0)
+    # 2. Own node: its sources' tokens laid end to end in rank order, against its instances' room.
+    counts_RX = counts_RX[tables.by_node_R]
+    sent_MX = np.add.reduceat(counts_RX, tables.node_start, axis=0)
+    at = int(np.flatnonzero(tables.by_node_R == source)[0])
+    before_X = counts_RX[tables.node_start[node] : at].sum(axis=0)
+    mine_X = counts_RX[at]
+    # Room before each instance within its expert and node.
+    run_N = np.concatenate([[0], np.cumsum(room_N[tables.by_node_N])])
+    place_N = np.empty_like(rank_N)
+    place_N[tables.by_node_N] = np.arange(len(rank_N))
+    offset_N = run_N[place_N] - run_N[tables.group_start_N]
+    room_MX = np.zeros_like(sent_MX)
+    np.add.at(room_MX, (node_N, expert_N), room_N)
+    is_near_N = node_N == node
+    split_N += is_near_N * _overlap(before_X[expert_N], mine_X[expert_N], offset_N, room_N)
+    room_N = room_N - _overlap(0, sent_MX[node_N, expert_N], offset_N, room_N)
 
-    # 3. Anywhere.
-    left_RX = left_RX - taken_RX
-    room_XI = room_XI - given_XI
-    start_RX = np.cumsum(left_RX, axis=0) - left_RX
-    offset_XI = np.cumsum(room_XI, axis=1) - room_XI
-    split_XI += _overlap(start_RX[mine][:, None], left_RX[mine][:, None], offset_XI, room_XI)
-    split_EI[expert] = split_XI
+    # 3. Anywhere: what the nodes could not keep, node after node.
+    far_MX = np.maximum(sent_MX - room_MX, 0)
+    before_far_X = far_MX[:node].sum(axis=0) + np.maximum(before_X - room_MX[node], 0)
+    far_X = mine_X - _overlap(before_X, mine_X, 0, room_MX[node])
+    run_N = np.cumsum(room_N) - room_N
+    offset_N = run_N - run_N[tables.first_X][expert_N]
+    split_N += _overlap(before_far_X[expert_N], far_X[expert_N], offset_N, room_N)
+
+    split_EI[tables.expert_X[expert_N], tables.column_N] = split_N
     return split_EI
 
 
@@ -154,7 +179,7 @@ def _overlap(
     start_b: Int64Array | int,
     length_b: Int64Array,
 ) -> Int64Array:
-    """Length of the overlap of intervals [start, start + length)."""
+    """Length of the overlap of the intervals [start, start + length)."""
     end = np.minimum(start_a + length_a, start_b + length_b)
     overlap: Int64Array = np.maximum(end - np.maximum(start_a, start_b), 0)
     return overlap

@@ -44,9 +44,7 @@ def _compute(slot_expert: list[list[int]], rows_per_slot: list[list[int]]) -> No
         [weight.clone().requires_grad_() for weight in _weights(int(plan.slot_expert_RS[rank, s]))]
         for s in owned
     ]
-    materialization = Materialization(
-        Schedule.from_plan(plan), group, plan.num_slots, owned
-    )
+    materialization = Materialization(Schedule.from_plan(plan), group, plan.num_slots, owned)
     _poison_allocator()
     fc1, fc2 = materialize(materialization, owned_weights)
     counts = rows_per_slot[rank]
@@ -125,7 +123,9 @@ def test_grouped_linear_equals_a_loop_bit_for_bit(dtype: torch.dtype, width: int
 def test_no_rows_at_all() -> None:
     weight = torch.randn(4, 8, 16, requires_grad=True)
     empty = torch.zeros(0, 16, requires_grad=True)
-    nothing = grouped_linear(empty, weight, RowGroups(torch.zeros(4, dtype=torch.int64), empty.device))
+    nothing = grouped_linear(
+        empty, weight, RowGroups(torch.zeros(4, dtype=torch.int64), empty.device)
+    )
     grad_rows, grad_weight = torch.autograd.grad(nothing.sum(), (empty, weight))
     assert nothing.shape == (0, 8)
     assert grad_rows.shape == (0, 16)

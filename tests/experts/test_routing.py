@@ -34,9 +34,7 @@ def test_worked_example() -> None:
     num_experts=st.integers(1, 6),
     num_instances=st.integers(1, 4),
 )
-def test_shares_are_exact(
-    seed: int, num_tokens: int, num_experts: int, num_instances: int
-) -> None:
+def test_shares_are_exact(seed: int, num_tokens: int, num_experts: int, num_instances: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     routing = torch.rand(num_tokens, num_experts, generator=generator) < 0.5
     probs = torch.rand(num_tokens, num_experts, generator=generator) * routing
@@ -50,10 +48,10 @@ def test_shares_are_exact(
     got_map, got_probs = translate_routing(routing, probs, split, physical, columns.numel())
     # Each instance gets its share, each (token, expert) pair exactly one instance.
     assert torch.equal(got_map.sum(0)[physical], split)
-    assert torch.equal(got_map[:, physical.reshape(-1)].view(-1, *split.shape).sum(2), routing.int())
     assert torch.equal(
-        got_probs[:, physical.reshape(-1)].view(-1, *split.shape).sum(2), probs
+        got_map[:, physical.reshape(-1)].view(-1, *split.shape).sum(2), routing.int()
     )
+    assert torch.equal(got_probs[:, physical.reshape(-1)].view(-1, *split.shape).sum(2), probs)
 
 
 def test_gradient_reaches_the_router() -> None:

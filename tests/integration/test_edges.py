@@ -139,9 +139,7 @@ class _TwoForwards:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(dist.get_rank())
-        inputs = [
-            torch.randn(16, 1, 32, generator=generator).requires_grad_() for _ in range(2)
-        ]
+        inputs = [torch.randn(16, 1, 32, generator=generator).requires_grad_() for _ in range(2)]
         outputs = [self.layer(each)[0] for each in inputs]
         outputs[1].square().sum().backward()
         outputs[0].pow(3).sum().backward()

@@ -342,9 +342,40 @@ class TinyRun:
         }
         self.result.moments = self._moments()
         if self.job.moe_parallel == "fssdp":
-            self.runtime.flush()
             self.runtime.close()
         return self.result
+
+    def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
+        """What megatron.training would save: model and optimizer, by Megatron's own rules."""
+        from megatron.core import parallel_state
+
+        metadata = {
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
+        if self.job.distributed_optimizer:
+            metadata["distrib_optim_sharding_type"] = "fully_reshardable"
+            metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+        state = {"model": self.model[0].module.sharded_state_dict(metadata=metadata)}
+        state["optimizer"] = self.optimizer.sharded_state_dict(
+            state, is_loading=is_loading, metadata=metadata
+        )
+        return state
+
+    def save(self, folder: str) -> None:
+        """Write a torch_dist checkpoint."""
+        from megatron.core import dist_checkpointing
+
+        dist_checkpointing.save(self._sharded_state(is_loading=False), folder)
+
+    def load(self, folder: str) -> None:
+        """Read a torch_dist checkpoint, whoever wrote it."""
+        from megatron.core import dist_checkpointing
+
+        state = dist_checkpointing.load(self._sharded_state(is_loading=True), folder)
+        self.model[0].module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
 
     def _moments(self) -> dict[str, torch.Tensor]:
         """Adam's moments by layout-free name (plain optimizer only: ours hold whole tensors)."""

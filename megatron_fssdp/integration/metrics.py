@@ -1,0 +1,115 @@
+"""What a run shows of its balance: a console line, and the load log.
+
+Everything here listens to the runtime's iteration records, once per iteration, off the hot path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from megatron_fssdp.config import FSSDPConfig
+from megatron_fssdp.integration.layer import gather_counts
+from megatron_fssdp.integration.runtime import FSSDPRuntime, IterationRecord
+from megatron_fssdp.simulation.load_log import LoadLogWriter
+
+
+def attach(runtime: FSSDPRuntime, config: FSSDPConfig) -> None:
+    """Let a runtime report as the flags ask."""
+    if config.fssdp_log_plan:
+        runtime.listeners.append(PlanPrinter(config.fssdp_log_plan))
+    if config.fssdp_load_log is not None:
+        runtime.listeners.append(LoadRecorder(Path(config.fssdp_load_log)))
+
+
+class PlanPrinter:
+    """Prints a line every N iterations, on the first rank of each pipeline stage."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+
+    def __call__(self, record: IterationRecord) -> None:
+        """Print this iteration's line if it is its turn."""
+        if (record.iteration + 1) % self._interval or not _speaks_for_stage():
+            return
+        before, after = record.imbalance()
+        print(
+            f" fssdp iteration {record.iteration + 1:8d} | fullest rank / mean tokens: "
+            f"{_mean(before):.3f} -> {_mean(after):.3f} (worst layer {max(before):.3f} -> "
+            f"{max(after):.3f}) | replicas: {record.num_replicas} | "
+            f"parameters copied: {sum(record.copied_bytes_L) / 1e6:.1f} MB |",
+            flush=True,
+        )
+
+
+class LoadRecorder:
+    """Writes the load log of this rank's pipeline stage (expert-data-parallel replica 0)."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: LoadLogWriter | None = None
+
+    def __call__(self, record: IterationRecord) -> None:
+        """Append an iteration."""
+        if not _speaks_for_stage():
+            return
+        if self._writer is None:
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+            shapes = [counts.shape for counts in record.counts_LRE]
+            self._writer = LoadLogWriter(self._folder, stage, shapes)
+        self._writer.append(
+            record.iteration,
+            record.counts_LRE,
+            record.loads_LR,
+            [plan.num_replicas for plan in record.plans],
+            [num_bytes // 1000 for num_bytes in record.copied_bytes_L],
+        )
+
+
+def watch_routers(model: Iterable[torch.nn.Module], config: FSSDPConfig) -> FSSDPRuntime:
+    """Record the loads of stock MoE layers (`--moe-parallel ep`) through hooks on their routers.
+
+    The layers stay Megatron's; the hooks count what the routers decided.
+    """
+    owners_only = replace(config, fssdp_num_replica_slots=0)
+    runtime = FSSDPRuntime(owners_only, ranks_per_node=dist.get_world_size())
+    for chunk in model:
+        for layer in chunk.modules():
+            if isinstance(layer, MoELayer):
+                index = runtime.add_layer(layer.config.num_moe_experts, layer.ep_group, 0)
+                layer.router.register_forward_hook(_counting(runtime, index, layer.ep_group))
+    attach(runtime, config)
+    return runtime
+
+
+def _counting(runtime: FSSDPRuntime, index: int, group: dist.ProcessGroup) -> Any:
+    def hook(
+        router: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        if not router.training:
+            return
+        _, routing_map = output
+        step = runtime.begin_forward(index, routing_map.device)
+        counts_RE = gather_counts(routing_map, group)
+        runtime.record(index, counts_RE, step.split(counts_RE)[1])
+
+    return hook
+
+
+def _speaks_for_stage() -> bool:
+    return (
+        parallel_state.get_expert_model_parallel_rank() == 0
+        and parallel_state.get_expert_data_parallel_rank() == 0
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / max(len(values), 1)
