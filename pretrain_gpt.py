@@ -6,20 +6,11 @@ script. For SFT, fill-in-the-middle, multi-token prediction or ModelOpt, run Meg
 file through `python -m megatron_fssdp.launch`.
 """
 
-import json
-import time
-
-PROGRAM_START_S = time.time()  # before the slow imports: Megatron reports start-up times from it
-
 import argparse
+import json
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
-
-from megatron_fssdp.integration import register
-
-# Before anything of Megatron: on a machine without CUDA this also readies the CPU platform.
-register()
 
 import torch
 from megatron.core import mpu
@@ -33,12 +24,15 @@ from megatron.core.utils import (
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
-from megatron.training import get_args, get_timers, pretrain, print_rank_0, set_startup_timestamps
+from megatron.training import get_args, get_timers, pretrain, print_rank_0
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-Batch = dict[str, torch.Tensor | None]
+from megatron_fssdp.integration import register
+
+# Tensors by name; None where this rank has no use for one.
+Batch = dict[str, Any]
 
 # Megatron's broadcast over a tensor-parallel group reads every one of these.
 BATCH_KEYS = (
@@ -91,9 +85,10 @@ def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Ba
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    return get_batch_on_this_cp_rank(
+    batch = get_batch_on_this_cp_rank(
         batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
     )
+    return batch
 
 
 def loss_func(
@@ -175,8 +170,8 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> An
     args = get_args()
 
     def is_built_here() -> bool:
-        on_edge = is_first_or_last_pipeline_stage(vp_stage)
-        return mpu.get_tensor_model_parallel_rank() == 0 and on_edge
+        is_reader = mpu.get_tensor_model_parallel_rank() == 0
+        return is_reader and bool(is_first_or_last_pipeline_stage(vp_stage))
 
     kind = MockGPTDataset if args.mock_data else GPTDataset
     print_rank_0("> building train, validation, and test datasets for GPT ...")
@@ -191,7 +186,7 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 def main() -> None:
     """Parse, build, train."""
-    set_startup_timestamps(program_start=PROGRAM_START_S, main_entry=time.time())
+    register()
     args = parse_and_validate_args()
     for name in UNSUPPORTED:
         if getattr(args, name):

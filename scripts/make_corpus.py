@@ -7,7 +7,7 @@ One Megatron dataset (.bin and .idx) per domain, so that domains can be blended 
 whose last id, 256, ends each document. The text is the standard library of the Python that runs
 this, so the same Python writes the same bytes.
 
-    domain      documents
+    domain      texts
     docs        the language reference's topics (pydoc_data): prose with examples
     docstrings  the docstrings of each module: English about code
     network     asyncio, email, http, urllib, xmlrpc and their like: code that speaks protocols
@@ -21,6 +21,7 @@ import ast
 import importlib
 import sysconfig
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,13 +30,16 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
 DEFAULT_MAX_BYTES = 600_000
+# Long files become several documents: Megatron shuffles whole documents, and loops for ever over
+# a validation split that gets none.
+MAX_DOCUMENT_BYTES = 8_192
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 
 CODE = {
     "network": (
-        "asyncio/*.py email/*.py http/*.py urllib/*.py xmlrpc/*.py wsgiref/*.py ftplib.py imaplib.py"
-        " smtplib.py poplib.py socketserver.py ssl.py"
+        "asyncio/*.py email/*.py http/*.py urllib/*.py xmlrpc/*.py wsgiref/*.py ftplib.py"
+        " imaplib.py smtplib.py poplib.py socketserver.py ssl.py"
     ),
     "markup": (
         "html/parser.py xml/*/*.py ctypes/**/*.py sqlite3/*.py tkinter/*.py plistlib.py csv.py"
@@ -77,15 +81,20 @@ def documents_of_files(patterns: str) -> Iterator[str]:
 DOMAINS: dict[str, Callable[[], Iterator[str]]] = {
     "docs": documents_of_topics,
     "docstrings": documents_of_docstrings,
-    **{
-        name: (lambda patterns=patterns: documents_of_files(patterns))
-        for name, patterns in CODE.items()
-    },
+    **{name: partial(documents_of_files, patterns) for name, patterns in CODE.items()},
 }
 
 
-def write_domain(documents: Iterator[str], prefix: Path, max_bytes: int) -> tuple[int, int]:
-    """Write documents as one Megatron dataset until `max_bytes` tokens are there.
+def split_documents(texts: Iterator[str]) -> Iterator[bytes]:
+    """Yield the texts as bytes, in pieces of at most MAX_DOCUMENT_BYTES."""
+    for text in texts:
+        data = text.encode()
+        for start in range(0, len(data), MAX_DOCUMENT_BYTES):
+            yield data[start : start + MAX_DOCUMENT_BYTES]
+
+
+def write_domain(texts: Iterator[str], prefix: Path, max_bytes: int) -> tuple[int, int]:
+    """Write texts as one Megatron dataset until `max_bytes` tokens are there.
 
     The .idx file comes last, under its final name only when both files are complete.
 
@@ -95,12 +104,12 @@ def write_domain(documents: Iterator[str], prefix: Path, max_bytes: int) -> tupl
     Raises:
         RuntimeError: this Python has no such documents.
     """
-    partial = prefix.with_name(prefix.name + ".partial")
+    unfinished = prefix.with_name(prefix.name + ".partial")
     dtype = DType.optimal_dtype(VOCAB_SIZE)
-    builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=dtype)
+    builder = IndexedDatasetBuilder(f"{unfinished}.bin", dtype=dtype)
     num_documents = num_tokens = 0
-    for document in documents:
-        text = np.frombuffer(document.encode()[: max_bytes - num_tokens], dtype=np.uint8)
+    for document in split_documents(texts):
+        text = np.frombuffer(document[: max_bytes - num_tokens], dtype=np.uint8)
         tokens = np.append(text.astype(dtype), dtype(END_OF_DOCUMENT))
         builder.add_document(tokens, [len(tokens)])
         num_documents += 1
@@ -112,9 +121,9 @@ def write_domain(documents: Iterator[str], prefix: Path, max_bytes: int) -> tupl
             f"no text for the domain {prefix.name!r} under {STDLIB}; install the full standard "
             "library (on Debian: apt-get install libpython3-stdlib)."
         )
-    builder.finalize(f"{partial}.idx")
+    builder.finalize(f"{unfinished}.idx")
     for suffix in (".bin", ".idx"):
-        Path(f"{partial}{suffix}").replace(f"{prefix}{suffix}")
+        Path(f"{unfinished}{suffix}").replace(f"{prefix}{suffix}")
     return num_documents, num_tokens
 
 

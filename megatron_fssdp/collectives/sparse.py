@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -90,7 +91,7 @@ def sparse_reduce_scatter(
             total = slots[copy.owner_slot]
             arrived = torch.empty_like(total, memory_format=torch.contiguous_format)
             ops.append(_receive_into(arrived, copy.replica, group, pending))
-            pending.finish.append(lambda total=total, arrived=arrived: total.add_(arrived))
+            pending.finish.append(partial(total.add_, arrived))
     _start(ops, pending)
     return pending
 
@@ -114,7 +115,7 @@ def _receive_into(
     target = message = tensor.detach()
     if not target.is_contiguous():
         message = torch.empty_like(target, memory_format=torch.contiguous_format)
-        pending.finish.append(lambda: target.copy_(message))
+        pending.finish.append(partial(target.copy_, message))
     pending.buffers.append(message)
     return dist.P2POp(dist.irecv, _as_bytes(message), group=group, group_peer=peer)
 

@@ -1,7 +1,8 @@
-"""A linear layer over stacked slot weights, for rows grouped by slot."""
+"""A linear layer over slot weights, for rows grouped by slot."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -36,37 +37,32 @@ class RowGroups:
         return values_SN.repeat_interleave(self.counts_on_device_S, dim=0, output_size=num_rows)
 
 
-def grouped_linear(rows: torch.Tensor, weight_SNK: torch.Tensor, groups: RowGroups) -> torch.Tensor:
+def grouped_linear(
+    rows: torch.Tensor, weights: Sequence[torch.Tensor], groups: RowGroups
+) -> torch.Tensor:
     """Multiply each slot's rows with its weight: row @ weight.T.
 
-    One grouped GEMM where torch has one for these tensors, else a loop over the slots; on CPUs
-    both give the same bits. Slots without rows are fine, forward and backward; their weight
-    gradients are zero.
+    On CUDA in bf16 this is one grouped GEMM, elsewhere a loop over the slots: on CPUs torch's
+    grouped GEMM is that very loop, bit for bit, and would need a stacked copy of the weights.
+    Slots without rows are fine, forward and backward; their weight gradients are zero.
 
     Args:
         rows: (M, K), grouped by slot; no row beyond the last slot.
-        weight_SNK: (S, N, K).
+        weights: S tensors (N, K).
         groups: the rows' grouping.
 
     Returns:
         (M, N).
     """
-    if rows.shape[0] and _has_grouped_gemm(rows, weight_SNK):
-        return torch.nn.functional.grouped_mm(
-            rows, weight_SNK.transpose(1, 2), offs=groups.offsets_S
-        )
+    if rows.shape[0] and has_grouped_gemm(rows, weights[0]):
+        stack_SKN = torch.stack(list(weights)).transpose(1, 2)
+        return torch.nn.functional.grouped_mm(rows, stack_SKN, offs=groups.offsets_S)
     parts = rows.split(groups.counts_S.tolist())
-    weights = weight_SNK.unbind(0)
     return torch.cat([part @ weight.t() for part, weight in zip(parts, weights, strict=True)])
 
 
-def _has_grouped_gemm(rows: torch.Tensor, weight_SNK: torch.Tensor) -> bool:
-    """Whether `grouped_mm` takes these: its dtypes, and strides of whole 16 bytes."""
-    dtypes = [torch.bfloat16]
-    if rows.device.type == "cpu":
-        dtypes += [torch.float32, torch.float16]
-    if rows.dtype not in dtypes or weight_SNK.dtype != rows.dtype:
-        return False
-    lengths = (*rows.shape[1:], *weight_SNK.shape[1:], weight_SNK.stride(0))
-    aligned = all(length * rows.element_size() % 16 == 0 for length in lengths)
-    return aligned and weight_SNK.data_ptr() % 16 == 0
+def has_grouped_gemm(rows: torch.Tensor, weight_NK: torch.Tensor) -> bool:
+    """Whether a grouped GEMM pays for these tensors, and takes them: rows of whole 16 bytes."""
+    aligned = all(length * rows.element_size() % 16 == 0 for length in weight_NK.shape)
+    is_bf16 = rows.dtype == weight_NK.dtype == torch.bfloat16
+    return rows.device.type == "cuda" and is_bf16 and aligned

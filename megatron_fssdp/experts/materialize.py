@@ -1,10 +1,13 @@
 """Materialization: the weights of a rank's slots, from the parameters that the ranks own.
 
-[Note: Gradients are complete before Megatron sees them] The slots' weights are the output of one
+[Note: Gradients are complete before Megatron sees them] The slots' weights are the outputs of one
 autograd function whose inputs are the owned parameters: spAG in forward, spRS in backward. So a
 parameter's gradient already holds its replicas' share when autograd hands it to the parameter,
 and every hook that Megatron's DDP put there (gradient accumulation, overlapped reduce-scatter)
 runs once, as in plain expert parallelism.
+
+[Note: Owned weights are not copied] An owned expert's slot is its parameter. Memory is taken for
+replicas only: one row per replica holds all of its weights, so that a copy is one message.
 
 Shape letters: S slots of this rank, W weights of one expert (fc1, fc2, and their biases if any).
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -21,6 +25,8 @@ import torch.distributed as dist
 
 from megatron_fssdp.collectives.sparse import sparse_all_gather, sparse_reduce_scatter
 from megatron_fssdp.planning.schedule import Schedule
+
+SlotWeights = list[tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -39,13 +45,26 @@ class Materialization:
     num_slots: int
     owned_slots: tuple[int, ...]
 
+    @cached_property
+    def sent_slots(self) -> tuple[int, ...]:
+        """Owned slots that are replicated somewhere, ascending."""
+        sends = self.schedule.sends_of(self.group.rank())
+        return tuple(sorted({copy.owner_slot for copy in sends}))
+
+    @cached_property
+    def received_slots(self) -> tuple[int, ...]:
+        """Slots that hold a replica, ascending."""
+        receives = self.schedule.receives_of(self.group.rank())
+        return tuple(sorted(copy.replica_slot for copy in receives))
+
 
 def materialize(
     plan: Materialization, owned_weights: Sequence[Sequence[torch.Tensor]]
-) -> tuple[torch.Tensor, ...]:
-    """Return the stacked weights of this rank's slots, replicas fetched from their owners.
+) -> SlotWeights:
+    """Return the weights of this rank's slots, replicas fetched from their owners.
 
-    Collective: every rank of `plan.group` must call it, and run its backward, in the same order.
+    Collective among the ranks that send or receive a copy: they must call it, and run its
+    backward, in the same order. The other ranks issue nothing.
 
     Args:
         plan: the layer's materialization.
@@ -53,66 +72,79 @@ def materialize(
             experts and ranks. Autograd flows into them.
 
     Returns:
-        W tensors (S, *weight shape). Rows of empty slots are zero. Their gradients travel back to
-        the owners: an owned weight's gradient is the sum over all its instances, owner first,
-        then replicas by ascending rank.
+        For each slot its W weights. Gradients of replicas travel back to the owners: an owned
+        weight's gradient is the sum over all its instances, owner first, then replicas by
+        ascending rank. Empty slots alias some owned weights, without gradient.
     """
     num_weights = len(owned_weights[0])
-    flat_weights = [weight for expert in owned_weights for weight in expert]
-    result: tuple[torch.Tensor, ...] = _Materialize.apply(plan, num_weights, *flat_weights)
-    return result
+    flat = [weight for expert in owned_weights for weight in expert]
+    if plan.sent_slots or plan.received_slots:
+        outputs: Sequence[torch.Tensor] = _Materialize.apply(plan, num_weights, *flat)
+    else:
+        outputs = flat
+    filled = (*plan.owned_slots, *plan.received_slots)
+    by_slot: dict[int, tuple[torch.Tensor, ...]] = {
+        slot: tuple(outputs[index * num_weights : (index + 1) * num_weights])
+        for index, slot in enumerate(filled)
+    }
+    nothing = tuple(weight.detach() for weight in owned_weights[0])
+    return [by_slot.get(slot, nothing) for slot in range(plan.num_slots)]
 
 
 class _Materialize(torch.autograd.Function):
-    """spAG in forward, spRS in backward."""
+    """spAG in forward, spRS in backward. Outputs: owned weights, then received ones, by slot."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, plan: Materialization, num_weights: int, *flat_weights: torch.Tensor
+    def forward(
+        ctx: Any, plan: Materialization, num_weights: int, *owned: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.plan, ctx.num_weights = plan, num_weights
-        shapes = [weight.shape for weight in flat_weights[:num_weights]]
-        # One row holds all weights of one expert, so each copy is one contiguous message.
-        rows = flat_weights[0].new_empty(plan.num_slots, sum(prod(shape) for shape in shapes))
-        stacks = _split_rows(rows, shapes)
-        filled = set(plan.owned_slots)
+        shapes = [weight.shape for weight in owned[:num_weights]]
+        rows: dict[int, torch.Tensor] = {}
         for index, slot in enumerate(plan.owned_slots):
-            for weight_index, stack in enumerate(stacks):
-                stack[slot].copy_(flat_weights[index * num_weights + weight_index])
-        pending = sparse_all_gather(rows.unbind(0), plan.schedule, plan.group)
-        filled.update(copy.replica_slot for copy in plan.schedule.receives_of(plan.group.rank()))
-        for slot in set(range(plan.num_slots)) - filled:
-            rows[slot].zero_()
-        pending.wait()
-        return tuple(stacks)
+            if slot in plan.sent_slots:
+                rows[slot] = _pack(owned[index * num_weights : (index + 1) * num_weights])
+        row_size = sum(prod(shape) for shape in shapes)
+        received = owned[0].new_empty(len(plan.received_slots), row_size).unbind(0)
+        rows.update(zip(plan.received_slots, received, strict=True))
+        _transfer(sparse_all_gather, rows, plan)
+        replicas = [weight for row in received for weight in _unpack(row, shapes)]
+        return *(weight.view_as(weight) for weight in owned), *replicas
 
     @staticmethod
-    def backward(ctx: Any, *grad_stacks: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         plan: Materialization = ctx.plan
-        rank = plan.group.rank()
-        shapes = [stack.shape[1:] for stack in grad_stacks]
-        grads = list(grad_stacks)
-        # Only the slots that travel are packed into rows; the other gradients stay where they are.
-        slots: dict[int, torch.Tensor] = {}
-        for copy in plan.schedule.copies:
-            if rank in (copy.owner, copy.replica):
-                slot = copy.owner_slot if copy.owner == rank else copy.replica_slot
-                if slot not in slots:
-                    slots[slot] = torch.cat([grad[slot].reshape(-1) for grad in grads])
-        empty = grads[0].new_empty(0)
-        rows = [slots.get(slot, empty) for slot in range(plan.num_slots)]
-        sparse_reduce_scatter(rows, plan.schedule, plan.group).wait()
-        flat: list[torch.Tensor] = []
-        for slot in plan.owned_slots:
-            if slot in slots:
-                parts = slots[slot].split([prod(shape) for shape in shapes])
-                flat += [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-            else:
-                flat += [grad[slot] for grad in grads]
-        return None, None, *flat
+        num_weights: int = ctx.num_weights
+        slots = (*plan.owned_slots, *plan.received_slots)
+        travelling = {*plan.sent_slots, *plan.received_slots}
+        rows = {
+            slot: _pack(grads[index * num_weights : (index + 1) * num_weights])
+            for index, slot in enumerate(slots)
+            if slot in travelling
+        }
+        _transfer(sparse_reduce_scatter, rows, plan)
+        owned_grads = list(grads[: len(plan.owned_slots) * num_weights])
+        shapes = [grad.shape for grad in owned_grads[:num_weights]]
+        for index, slot in enumerate(plan.owned_slots):
+            if slot in rows:
+                first = index * num_weights
+                owned_grads[first : first + num_weights] = _unpack(rows[slot], shapes)
+        return None, None, *owned_grads
 
 
-def _split_rows(rows: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-    """View (S, numel of an expert) rows as one (S, *shape) stack per weight."""
-    parts = rows.split([prod(shape) for shape in shapes], dim=1)
-    return [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
+def _transfer(collective: Any, rows: dict[int, torch.Tensor], plan: Materialization) -> None:
+    """Run a sparse collective on the rows of the slots that have one."""
+    nothing = torch.empty(0)
+    slots = [rows.get(slot, nothing) for slot in range(plan.num_slots)]
+    collective(slots, plan.schedule, plan.group).wait()
+
+
+def _pack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Lay an expert's weights end to end."""
+    return torch.cat([weight.reshape(-1) for weight in weights])
+
+
+def _unpack(row: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    """View a row as the weights that `_pack` laid there."""
+    parts = row.split([prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

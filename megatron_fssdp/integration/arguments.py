@@ -19,4 +19,4 @@ def parse_moe_parallel(argv: Sequence[str]) -> str:
     parser = ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--moe-parallel", default="ep")
     known, _ = parser.parse_known_args(argv)
-    return known.moe_parallel
+    return str(known.moe_parallel)

@@ -112,7 +112,8 @@ class _Stream(torch.cpu.Stream):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 
-    def record_event(self, event: Any = None) -> "_Event":  # torch.cpu's returns nothing
+    # torch.cpu's returns nothing.
+    def record_event(self, event: Any = None) -> "_Event":  # type: ignore[override]
         return event or _Event()
 
     def synchronize(self) -> None:
@@ -137,9 +138,8 @@ def _replace(owner: Any, replacements: dict[str, Any]) -> None:
 
 def _bridge_cuda_calls() -> None:
     """Give torch.cuda's functions their CPU meaning."""
-    # torch.compile maps functions to rules once, by identity, and refuses a function with two
-    # names. Let it do so before torch.cuda and torch.cpu share some.
-    importlib.import_module("torch._dynamo.trace_rules").get_torch_obj_rule_map()
+    # New functions, not torch.cpu's own: torch.compile keeps one rule a function, by identity,
+    # and refuses a function that has two names.
     random = {
         # The tracker of model-parallel random states forks these; on CPUs it forks the CPU's.
         "get_rng_state": lambda device="cuda": torch.get_rng_state(),
@@ -151,17 +151,17 @@ def _bridge_cuda_calls() -> None:
         torch.cuda,
         {
             **random,
-            "current_device": torch.cpu.current_device,
+            "current_device": lambda: "cpu",
             # Megatron builds its process groups and seeds only where it counts a device.
-            "device_count": torch.cpu.device_count,
-            "set_device": torch.cpu.set_device,
+            "device_count": lambda: 1,
+            "set_device": lambda device: None,
             "Stream": _Stream,
             "Event": _Event,
-            "stream": torch.cpu.stream,
-            "current_stream": torch.cpu.current_stream,
-            "default_stream": torch.cpu.current_stream,
-            "set_stream": _nothing,
-            "synchronize": torch.cpu.synchronize,
+            "stream": lambda stream: torch.cpu.stream(stream),
+            "current_stream": lambda device=None: torch.cpu.current_stream(),
+            "default_stream": lambda device=None: torch.cpu.current_stream(),
+            "set_stream": lambda stream: None,
+            "synchronize": lambda device=None: None,
             "is_current_stream_capturing": lambda: False,
             # The newest class has no rule about CUDA_DEVICE_MAX_CONNECTIONS and passes the
             # "at least 8.0" check of --moe-grouped-gemm.
@@ -172,7 +172,7 @@ def _bridge_cuda_calls() -> None:
         },
     )
     # CPU-only builds of torch raise here.
-    _replace(torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing})
+    _replace(torch.cuda.nvtx, {"range_push": lambda message: None, "range_pop": lambda: None})
     # Looked up at every call, so functions wrapped before this one count too.
     torch.compiler.set_stance("force_eager")
 
@@ -241,7 +241,7 @@ def _bridge_tensors() -> None:
             "record_stream": _nothing,
         },
     )
-    torch.nn.Module.cuda = unchanged  # type: ignore[method-assign, assignment]
+    torch.nn.Module.cuda = unchanged  # type: ignore[method-assign]
 
 
 def _bridge_megatron_core() -> None:

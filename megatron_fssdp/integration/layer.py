@@ -23,7 +23,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_fssdp.experts.materialize import materialize
+from megatron_fssdp.experts.materialize import SlotWeights, materialize
 from megatron_fssdp.experts.routing import translate_routing
 from megatron_fssdp.integration.runtime import FSSDPRuntime
 from megatron_fssdp.integration.slot_experts import build_slot_experts
@@ -54,8 +54,8 @@ class FSSDPMoELayer(MoELayer):
             config.num_moe_experts, self.ep_group, expert_bytes // self.num_local_experts
         )
         num_slots = runtime.num_slots(self._index)
-        self.token_dispatcher = _build_physical_dispatcher(
-            self.token_dispatcher, config, num_slots, groups
+        self.token_dispatcher: Any = _build_physical_dispatcher(
+            type(self.token_dispatcher), config, num_slots, groups
         )
         # Kept out of the module tree: state_dict, parameters() and DDP see a stock layer.
         object.__setattr__(
@@ -63,7 +63,7 @@ class FSSDPMoELayer(MoELayer):
             "_slot_experts",
             build_slot_experts(self.experts, num_slots, self.submodules.experts, groups),
         )
-        self._slot_weights: tuple[torch.Tensor, ...] | None = None
+        self._slot_weights: SlotWeights | None = None
 
     def preprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
@@ -103,13 +103,13 @@ class FSSDPMoELayer(MoELayer):
 
 
 def _build_physical_dispatcher(
-    stock: Any, config: TransformerConfig, num_slots: int, groups: ProcessGroupCollection
+    kind: type, config: TransformerConfig, num_slots: int, groups: ProcessGroupCollection
 ) -> Any:
-    """Build a dispatcher of the stock one's class for (ranks * slots) experts."""
+    """Build a stock dispatcher for (ranks * slots) experts."""
     physical_config = copy.copy(config)
     physical_config.num_moe_experts = groups.ep.size() * num_slots
     first = groups.ep.rank() * num_slots
-    return type(stock)(
+    return kind(
         num_slots,
         list(range(first, first + num_slots)),
         config=physical_config,

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_fssdp.config import FSSDPConfig
 from megatron_fssdp.experts.materialize import Materialization
+from megatron_fssdp.experts.quotas import DeviceTables, split_tokens
 from megatron_fssdp.planning.plan import EMPTY, Int64Array, LayerPlan, Plan
 from megatron_fssdp.planning.planner import PlanSettings, plan_layers
 from megatron_fssdp.planning.predict import SlidingMean
@@ -38,23 +39,28 @@ class LayerStep:
         group: the expert-parallel group.
         topology: which node each of the group's ranks is on.
         device: where the layer computes.
+        tolerance: how much fuller than the mean the fullest rank may be where that saves traffic.
     """
 
     plan: LayerPlan
     group: dist.ProcessGroup
     topology: Topology
     device: torch.device
+    tolerance: float
 
     @property
     def num_physical(self) -> int:
+        """Slots of the whole group."""
         return self.plan.num_ranks * self.plan.num_slots
 
     @cached_property
     def schedule(self) -> Schedule:
+        """The copies that make the plan's replicas."""
         return Schedule.from_plan(self.plan)
 
     @cached_property
     def materialization(self) -> Materialization:
+        """This rank's part in them."""
         rank = self.group.rank()
         slots = self.plan.slot_expert_RS[rank]
         owned = [
@@ -70,6 +76,10 @@ class LayerStep:
         physical_EI = np.maximum(self.plan.instance_physical_EI, 0)
         return torch.from_numpy(physical_EI).to(self.device, non_blocking=True)
 
+    @cached_property
+    def _tables(self) -> DeviceTables:
+        return DeviceTables.build(self.plan, self.topology.node_of_rank, self.device)
+
     def split(self, counts_RE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose the quotas for true counts.
 
@@ -81,9 +91,11 @@ class LayerStep:
             tokens that each rank computes. On the device; without host synchronisation on CUDA.
         """
         rank = self.group.rank()
+        if self.device.type == "cuda":
+            return split_tokens(counts_RE, self._tables, rank, self.tolerance)
         counts = counts_RE.numpy()
         nodes = self.topology.node_of_rank
-        quota_EI = balance(counts, self.plan, nodes)
+        quota_EI = balance(counts, self.plan, nodes, self.tolerance)
         split_EI = split_source(counts, quota_EI, self.plan, nodes, rank)
         return torch.from_numpy(split_EI), torch.from_numpy(rank_loads(quota_EI, self.plan))
 
@@ -121,6 +133,7 @@ class IterationRecord:
 
     @property
     def num_replicas(self) -> int:
+        """Replicas of all layers."""
         return sum(plan.num_replicas for plan in self.plans)
 
     def imbalance(self) -> tuple[list[float], list[float]]:
@@ -162,10 +175,6 @@ class FSSDPRuntime:
         """Stop watching the optimizer."""
         self._hook.remove()
 
-    @property
-    def num_layers(self) -> int:
-        return len(self._layers)
-
     def add_layer(self, num_experts: int, group: dist.ProcessGroup, expert_bytes: int) -> int:
         """Register a MoE layer, whose experts have `expert_bytes` each, and return its index."""
         nodes = [rank // self.ranks_per_node for rank in dist.get_process_group_ranks(group)]
@@ -187,7 +196,7 @@ class FSSDPRuntime:
             plan = plan_layers(
                 None, self._owners(index), layer.topology, self._plan_settings()
             ).layer(0)
-            layer.step = LayerStep(plan, layer.group, layer.topology, device)
+            layer.step = self._layer_step(layer, plan, device)
         return layer.step
 
     def record(self, index: int, counts_RE: torch.Tensor, loads_R: torch.Tensor) -> None:
@@ -207,6 +216,11 @@ class FSSDPRuntime:
         counts = self._close_iteration()
         if counts:
             self._plan(counts)
+
+    def _layer_step(self, layer: _LayerState, plan: LayerPlan, device: torch.device) -> LayerStep:
+        return LayerStep(
+            plan, layer.group, layer.topology, device, self.config.fssdp_balance_tolerance
+        )
 
     def _owners(self, index: int) -> Int64Array:
         layer = self._layers[index]
@@ -272,6 +286,4 @@ class FSSDPRuntime:
             for position, index in enumerate(indices):
                 layer = self._layers[index]
                 assert layer.step is not None
-                layer.step = LayerStep(
-                    plan.layer(position), layer.group, layer.topology, layer.step.device
-                )
+                layer.step = self._layer_step(layer, plan.layer(position), layer.step.device)

@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch.func import functional_call
 
 from megatron_fssdp.experts.compute import RowGroups, grouped_linear
+from megatron_fssdp.experts.materialize import SlotWeights
 
 
 class SlotExperts(Protocol):
@@ -36,7 +37,7 @@ class SlotExperts(Protocol):
         rows: torch.Tensor,
         tokens_per_slot: torch.Tensor,
         probs: torch.Tensor,
-        weights: Sequence[torch.Tensor],
+        weights: SlotWeights,
     ) -> torch.Tensor:
         """Run each slot's expert on its rows.
 
@@ -44,7 +45,7 @@ class SlotExperts(Protocol):
             rows: (M, hidden), grouped by slot.
             tokens_per_slot: (S,) int64 on the host, as Megatron's dispatchers return it.
             probs: (M,) routing probability of each row.
-            weights: W stacks (S, *shape), in the order of `owned_weights`.
+            weights: for each slot its W weights, in the order of `owned_weights`.
 
         Returns:
             (M, hidden), weighted by `probs` as Megatron's expert modules do.
@@ -83,22 +84,24 @@ class _SlotLinear(torch.nn.Module):
     `bias_rows` is the row-wise bias (or None), already weighted as the place needs it.
     """
 
-    weight: torch.Tensor
+    weights: Sequence[torch.Tensor]
     groups: RowGroups
     bias_rows: torch.Tensor | None
 
-    def bind(self, weight: torch.Tensor, groups: RowGroups, bias_rows: torch.Tensor | None) -> None:
-        self.weight, self.groups, self.bias_rows = weight, groups, bias_rows
+    def bind(
+        self, weights: Sequence[torch.Tensor], groups: RowGroups, bias_rows: torch.Tensor | None
+    ) -> None:
+        self.weights, self.groups, self.bias_rows = weights, groups, bias_rows
 
     def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, None]:
-        output = grouped_linear(rows, self.weight, self.groups)
+        output = grouped_linear(rows, self.weights, self.groups)
         if self.bias_rows is not None:
             output = output + self.bias_rows
         return output, None
 
     def release(self) -> None:
         # The graph keeps what the backward needs; the layer must not keep a whole layer's weights.
-        del self.weight, self.groups, self.bias_rows
+        del self.weights, self.groups, self.bias_rows
 
 
 class LocalSlotExperts:
@@ -131,25 +134,25 @@ class LocalSlotExperts:
         rows: torch.Tensor,
         tokens_per_slot: torch.Tensor,
         probs: torch.Tensor,
-        weights: Sequence[torch.Tensor],
+        weights: SlotWeights,
     ) -> torch.Tensor:
         """See `SlotExperts.__call__`."""
         config = self.mlp.config
         if config.moe_apply_probs_on_input:
             rows = (probs.unsqueeze(-1) * rows).to(rows.dtype)
             probs = torch.ones_like(probs)
-        stacks = dict(zip(self.names, weights, strict=True))
+        by_name = dict(zip(self.names, zip(*weights, strict=True), strict=True))
         groups = RowGroups(tokens_per_slot, rows.device)
 
         def bias_rows(name: str) -> torch.Tensor | None:
-            return groups.spread(stacks[name]) if name in stacks else None
+            return groups.spread(torch.stack(by_name[name])) if name in by_name else None
 
         fc2_bias = bias_rows("linear_fc2.bias")
         if fc2_bias is not None:
             fc2_bias = (fc2_bias * probs.unsqueeze(-1)).to(rows.dtype)
         linears = (self.mlp.linear_fc1, self.mlp.linear_fc2)
-        linears[0].bind(stacks["linear_fc1.weight"], groups, bias_rows("linear_fc1.bias"))
-        linears[1].bind(stacks["linear_fc2.weight"], groups, fc2_bias)
+        linears[0].bind(by_name["linear_fc1.weight"], groups, bias_rows("linear_fc1.bias"))
+        linears[1].bind(by_name["linear_fc2.weight"], groups, fc2_bias)
         output, _ = self.mlp(rows, per_token_scale=probs)
         for linear in linears:
             linear.release()
@@ -192,13 +195,13 @@ class TESlotExperts:
         rows: torch.Tensor,
         tokens_per_slot: torch.Tensor,
         probs: torch.Tensor,
-        weights: Sequence[torch.Tensor],
+        weights: SlotWeights,
     ) -> torch.Tensor:
         """See `SlotExperts.__call__`."""
         supplied = {
             f"{family}{slot}": weight
-            for family, stack in zip(self.families, weights, strict=True)
-            for slot, weight in enumerate(stack.unbind(0))
+            for slot, slot_weights in enumerate(weights)
+            for family, weight in zip(self.families, slot_weights, strict=True)
         }
         output, _ = functional_call(self.module, supplied, (rows, tokens_per_slot, probs))
         return output

@@ -48,7 +48,6 @@ def unregister() -> None:
     """Give Megatron its own layer back; models that are built already stay as they are."""
     current = moe_module_specs.MoELayer
     if isinstance(current, partial) and current.func is FSSDPMoELayer:
-        current.keywords["runtime"].close()
         moe_module_specs.MoELayer = MoELayer
 
 

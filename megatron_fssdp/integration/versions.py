@@ -4,37 +4,45 @@ import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
 
-# Megatron's own rule: the first two numbers change when internal interfaces may.
-SUPPORTED_CORE = (0, 19)
-SUPPORTED_CORE_TEXT = "megatron-core >= 0.19, < 0.20"
+# Megatron changes internal interfaces between such versions. 0.20: Megatron-LM's main, last run
+# at commit d98e8a64dd (2026-08-22); the released wheel is not out yet.
+SUPPORTED_CORES = ((0, 19), (0, 20))
+SUPPORTED_CORES_TEXT = "megatron-core >= 0.19, < 0.21"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Versions:
-    """What is installed; None: not found."""
+    """What is installed; None: not found.
+
+    Attributes:
+        torch: its version.
+        cuda: torch's CUDA version, where a CUDA device is available.
+        megatron_core: its version.
+        transformer_engine: its version.
+        apex: the version of NVIDIA's Apex, or "installed" where it tells none.
+    """
 
     torch: str
     cuda: str | None
     megatron_core: str | None
     transformer_engine: str | None
     apex: str | None
-    """NVIDIA's; "installed" where its version is unknown."""
 
     @property
     def is_core_supported(self) -> bool:
         """Whether this plugin was written for the megatron-core found."""
-        return self.megatron_core is not None and _numbers(self.megatron_core) == SUPPORTED_CORE
+        return _is_supported(self.megatron_core)
 
 
 def find_versions() -> Versions:
-    """Look the versions up, without importing Megatron or Transformer Engine."""
+    """Look the versions up, without starting Megatron or Transformer Engine."""
     import torch
 
     return Versions(
         torch=torch.__version__,
         cuda=torch.version.cuda if torch.cuda.is_available() else None,
-        megatron_core=_version_of("megatron-core", "megatron.core"),
-        transformer_engine=_version_of("transformer-engine", "transformer_engine"),
+        megatron_core=core_version(),
+        transformer_engine=_version_of("transformer_engine", "transformer-engine"),
         apex=_nvidia_apex(),
     )
 
@@ -46,29 +54,32 @@ def check_core() -> None:
         RuntimeError: naming the version found and the supported range.
     """
     found = core_version()
-    if found is None or _numbers(found) != SUPPORTED_CORE:
+    if not _is_supported(found):
         raise RuntimeError(
-            f"megatron-fssdp supports {SUPPORTED_CORE_TEXT} and found "
-            f"{found or 'none'}; install it with: pip install 'megatron-core>=0.19,<0.20'"
+            f"megatron-fssdp supports {SUPPORTED_CORES_TEXT} and found {found or 'none'}; "
+            "install one with: pip install 'megatron-core>=0.19,<0.20'"
         )
 
 
 def core_version() -> str | None:
     """Return megatron-core's version.
 
-    The imported package is asked, not the metadata: a Megatron-LM checkout on PYTHONPATH comes
-    before an installed wheel and has no metadata.
+    The package is asked, not its metadata: a Megatron-LM checkout comes before an installed wheel
+    on the path of its own scripts, and has no metadata.
     """
     try:
-        from megatron.core.package_info import __version__
+        # The short one: the long one ends in the commit of whatever repository we are run from.
+        from megatron.core.package_info import __shortversion__
     except ImportError:
         return None
-    return __version__
+    return str(__shortversion__)
 
 
-def _version_of(distribution: str, module: str) -> str | None:
-    if module == "megatron.core":
-        return core_version()
+def _is_supported(version: str | None) -> bool:
+    return version is not None and tuple(map(int, version.split(".")[:2])) in SUPPORTED_CORES
+
+
+def _version_of(module: str, distribution: str) -> str | None:
     if importlib.util.find_spec(module) is None:
         return None
     try:
@@ -81,18 +92,9 @@ def _nvidia_apex() -> str | None:
     """Return NVIDIA Apex's version; PyPI's package named apex is another project."""
     if importlib.util.find_spec("apex") is None:
         return None
-    # Only NVIDIA's has this subpackage. find_spec imports the parent, which may itself fail.
     try:
-        if importlib.util.find_spec("apex.multi_tensor_apply") is None:
-            return None
-    except ImportError:
+        # Only NVIDIA's has this subpackage. Asking imports apex itself, which may fail.
+        is_nvidias = importlib.util.find_spec("apex.multi_tensor_apply") is not None
+    except Exception:
         return None
-    try:
-        return importlib.metadata.version("apex")
-    except importlib.metadata.PackageNotFoundError:
-        return "installed"
-
-
-def _numbers(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
+    return _version_of("apex", "apex") if is_nvidias else None

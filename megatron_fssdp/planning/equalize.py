@@ -123,7 +123,7 @@ def level_forest(
         root_V = _roots(cut_N, forest)
         need_R = _needs(root_V[forest.preorder_R], load_R[forest.preorder_R], len(root_V))
         below = np.concatenate([[0], np.cumsum(need_R)])
-        moved_N = forest.sign_N * (below[forest.to_N] - below[forest.from_N])
+        moved_N: Int64Array = forest.sign_N * (below[forest.to_N] - below[forest.from_N])
         short_N = quota_N + moved_N < 0
         if not short_N.any():
             return quota_N + moved_N

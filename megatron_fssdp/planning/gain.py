@@ -14,12 +14,18 @@ a layer of R ranks takes about R steps, and 1,024 ranks are no harder than 16 ti
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 Replica = tuple[int, int]
 
 
 def place_replicas(
-    load_E: list[int], owned_R: list[list[int]], load_R: list[int], target: int, num_slots: int
+    load_E: list[int],
+    owned_R: list[list[int]],
+    load_R: list[int],
+    target: int,
+    free_R: list[int],
+    there: Iterable[Replica] = (),
 ) -> list[Replica]:
     """Place the fewest replicas we can find that leave no rank above the target.
 
@@ -28,7 +34,8 @@ def place_replicas(
         owned_R: the experts of each rank.
         load_R: tokens of each rank without replicas; changed to those with them.
         target: tokens that a rank may have.
-        num_slots: replicas that a rank may get.
+        free_R: replicas that each rank may get; changed to what is left.
+        there: replicas that there are already.
 
     Returns:
         (expert, rank) of each replica, in the order in which they were found. If the target cannot
@@ -38,13 +45,12 @@ def place_replicas(
     so expert 0 gets a replica on rank 1: `[(0, 1)]`.
     """
     num_ranks = len(load_R)
-    free_R = [num_slots] * num_ranks
     # Sorted tokens * R + rank: one int to compare, and ties go to the lower rank.
-    room = sorted((target - x) * num_ranks + r for r, x in enumerate(load_R) if x < target)
+    room = sorted(
+        (target - x) * num_ranks + r for r, x in enumerate(load_R) if x < target and free_R[r]
+    )
     donors = sorted((x - target) * num_ranks + r for r, x in enumerate(load_R) if x > target)
-    if not num_slots:
-        return []
-    held: set[int] = set()
+    held = {expert * num_ranks + rank for expert, rank in there}
     placed: list[Replica] = []
     while donors and room:
         donor, at = _match(donors, room, num_ranks)

@@ -119,7 +119,7 @@ def _spread(
 def materialize_by_gain(
     load_LE: Int64Array,
     owner_LE: Int64Array,
-    num_ranks: int,
+    topology: Topology,
     num_replica_slots: int,
     tolerance: float = 0.01,
     most_replicas: int | None = None,
@@ -130,7 +130,7 @@ def materialize_by_gain(
     Args:
         load_LE: (L, E) int64, the predicted tokens of each expert.
         owner_LE: (L, E) int64.
-        num_ranks: R.
+        topology: the ranks and their nodes.
         num_replica_slots: replicas that fit on a rank, per layer.
         tolerance: a layer is balanced when its fullest rank has at most (1 + tolerance) times the
             mean tokens; a balanced layer gets no replica at all.
@@ -142,7 +142,7 @@ def materialize_by_gain(
         (N, 3) int64: layer, expert and rank of each replica; of each rank, those that balance the
         predicted loads first.
     """
-    num_layers = len(owner_LE)
+    num_layers, num_ranks = len(owner_LE), topology.num_ranks
     limit = num_ranks * num_replica_slots if most_replicas is None else most_replicas
     load_LR = _sum_by_owner(load_LE, owner_LE, num_ranks)
     placed_LR = load_LR.copy()
@@ -173,7 +173,9 @@ def materialize_by_gain(
         before_LR = np.cumsum(free_LR, axis=1) - free_LR
         free_LR = np.clip(left_L[:, None] - before_LR, 0, free_LR)
     import_LR = np.maximum(placed_LR - load_LR, 0)
-    spares_N3 = place_spares(load_LE, owner_LE, replicas_N3, free_LR, import_LR, spare_tokens)
+    spares_N3 = place_spares(
+        load_LE, owner_LE, replicas_N3, free_LR, import_LR, topology.node_R, spare_tokens
+    )
     return np.concatenate([replicas_N3, spares_N3])
 
 
@@ -216,7 +218,8 @@ def _materialize_layer(
     best: tuple[int, list[tuple[int, int]], list[int]] = (fullest, [], load_R)
     for _ in range(TARGET_TRIES):
         placed_R = load_R.copy()
-        placed = place_replicas(load_E.copy(), owned_R, placed_R, target, num_slots)
+        free_R = [num_slots] * len(load_R)
+        placed = place_replicas(load_E.copy(), owned_R, placed_R, target, free_R)
         reached = max(placed_R)
         is_met = reached <= target and len(placed) <= limit
         if len(placed) <= limit and reached < best[0]:

@@ -55,7 +55,7 @@ def _by_gain(
     return materialize_by_gain(
         load_LE,
         owner_LE,
-        topology.num_ranks,
+        topology,
         slots,
         settings.balance_tolerance,
         settings.most_replicas,

@@ -3,8 +3,8 @@
 A folder has one pair of files per pipeline stage that owns MoE layers:
 
     loads-stageP.json   the header: format version, and for each layer its R and E
-    loads-stageP.bin    records of equal size, one an iteration, all int32:
-                        iteration | for each layer: counts (R * E) | loads (R) | replicas | copied KB
+    loads-stageP.bin    records of equal size, one an iteration, all int32: the iteration, then
+                        for each layer: counts (R * E), loads (R), replicas, copied KB
 
 A killed job leaves at most one torn record at the end, which readers ignore.
 """
@@ -79,6 +79,7 @@ class LoadLogWriter:
         self._file.flush()
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_fssdp.experts import compute
 from megatron_fssdp.experts.compute import RowGroups, grouped_linear
 from megatron_fssdp.experts.materialize import Materialization, materialize
 from megatron_fssdp.planning.plan import EMPTY, LayerPlan
@@ -46,7 +47,8 @@ def _compute(slot_expert: list[list[int]], rows_per_slot: list[list[int]]) -> No
     ]
     materialization = Materialization(Schedule.from_plan(plan), group, plan.num_slots, owned)
     _poison_allocator()
-    fc1, fc2 = materialize(materialization, owned_weights)
+    weights = materialize(materialization, owned_weights)
+    fc1, fc2 = zip(*weights, strict=True)
     counts = rows_per_slot[rank]
     rows = torch.cat([_rows(rank, slot, count) for slot, count in enumerate(counts)])
     rows.requires_grad_()
@@ -59,9 +61,11 @@ def _compute(slot_expert: list[list[int]], rows_per_slot: list[list[int]]) -> No
 
     for slot, expert in enumerate(plan.slot_expert_RS[rank].tolist()):
         if expert == EMPTY:
-            assert not fc1[slot].any()
+            assert not fc1[slot].requires_grad
         else:
             assert torch.equal(fc1[slot], _weights(expert)[0])
+        if slot in owned:
+            assert fc1[slot].data_ptr() == owned_weights[slot][0].data_ptr(), "owned, yet copied"
 
     # The oracle: every rank computes every instance of its owned experts itself.
     for index, slot in enumerate(owned):
@@ -96,38 +100,37 @@ def test_forward_and_gradients_equal_dense(case: str) -> None:
     run_ranks(2, _compute, *CASES[case])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "width"),
-    [(torch.float32, 16), (torch.bfloat16, 16), (torch.float64, 16), (torch.float32, 7)],
-)
-def test_grouped_linear_equals_a_loop_bit_for_bit(dtype: torch.dtype, width: int) -> None:
-    """fp64 and widths that are not whole 16 bytes take the loop; the rest torch's kernel."""
+@pytest.mark.parametrize("use_kernel", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_gemm_equals_the_loop_bit_for_bit(
+    dtype: torch.dtype, use_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CUDA path's kernel runs on CPUs too: there it must not change a bit."""
+    monkeypatch.setattr(compute, "has_grouped_gemm", lambda *unused: use_kernel)
     torch.manual_seed(0)
     counts = [5, 0, 7, 1]
-    weight = torch.randn(4, 8, width, dtype=dtype, requires_grad=True)
-    rows = torch.randn(13, width, dtype=dtype, requires_grad=True)
-    got = grouped_linear(rows, weight, RowGroups(torch.tensor(counts), rows.device))
-    want = torch.cat(
-        [part @ w.t() for part, w in zip(rows.split(counts), weight.unbind(0), strict=True)]
-    )
+    weights = [torch.randn(8, 16, dtype=dtype, requires_grad=True) for _ in counts]
+    rows = torch.randn(13, 16, dtype=dtype, requires_grad=True)
+    got = grouped_linear(rows, weights, RowGroups(torch.tensor(counts), rows.device))
+    want = torch.cat([part @ w.t() for part, w in zip(rows.split(counts), weights, strict=True)])
     assert torch.equal(got, want)
     gradient = torch.randn_like(got)
     for ours, theirs in zip(
-        torch.autograd.grad(got, (rows, weight), gradient),
-        torch.autograd.grad(want, (rows, weight), gradient),
+        torch.autograd.grad(got, (rows, *weights), gradient),
+        torch.autograd.grad(want, (rows, *weights), gradient),
         strict=True,
     ):
         assert torch.equal(ours, theirs)
 
 
 def test_no_rows_at_all() -> None:
-    weight = torch.randn(4, 8, 16, requires_grad=True)
+    weights = [torch.randn(8, 16, requires_grad=True) for _ in range(4)]
     empty = torch.zeros(0, 16, requires_grad=True)
-    nothing = grouped_linear(
-        empty, weight, RowGroups(torch.zeros(4, dtype=torch.int64), empty.device)
-    )
-    grad_rows, grad_weight = torch.autograd.grad(nothing.sum(), (empty, weight))
+    groups = RowGroups(torch.zeros(4, dtype=torch.int64), empty.device)
+    nothing = grouped_linear(empty, weights, groups)
+    grad_rows, *grad_weights = torch.autograd.grad(nothing.sum(), (empty, *weights))
     assert nothing.shape == (0, 8)
     assert grad_rows.shape == (0, 16)
-    assert grad_weight.shape == weight.shape
-    assert not grad_weight.any()
+    for gradient in grad_weights:
+        assert gradient.shape == (8, 16)
+        assert not gradient.any()

@@ -164,13 +164,7 @@ class TinyRun:
             if job.moe_parallel == "fssdp":
                 spec.assert_fssdp_layers([model])
         finally:
-            moe_registered = job.moe_parallel == "fssdp"
-            if moe_registered:
-                from megatron.core.models.gpt import moe_module_specs
-                from megatron.core.transformer.moe.moe_layer import MoELayer
-
-                # Keep the runtime listening; only the name goes back.
-                moe_module_specs.MoELayer = MoELayer
+            spec.unregister()
         for name, parameter in model.named_parameters():
             if job.freeze is not None and job.freeze in name:
                 parameter.requires_grad_(False)
@@ -252,7 +246,7 @@ class TinyRun:
         return get_megatron_optimizer(config, self.model, use_gloo_process_groups=False)
 
     def _batches(self, step: int) -> list[torch.Tensor]:
-        """This rank's micro-batches: the global batch's rows are dealt out by data-parallel rank."""
+        """This rank's micro-batches: the global batch's rows, dealt out by data-parallel rank."""
         from megatron.core import parallel_state
 
         job = self.job

@@ -1,0 +1,129 @@
+"""The planner against its rivals: one table, one run, the ideal beside each figure.
+
+    python benchmarks/planner.py [--quick] [--json FILE]
+
+Placement comes from predicted loads (sliding mean of 5), quotas from the true counts; every rival
+gets the best quotas too, whatever its own rule for them is. Balance is the fullest rank's tokens
+over the mean. Bytes are those between nodes of 8 ranks, tokens and replicas together, forward and
+backward, in layers of DeepSeek-V3's size; the ratio is against the rival that sends least among
+those whose balance is within 0.01 of ours. All times are of one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from planner_rows import (
+    Row,
+    calibration_rows,
+    cell_rows,
+    prediction_rows,
+    recorded_rows,
+    scaling_rows,
+    sharding_rows,
+    stale_rows,
+    time_rows,
+    training_rows,
+    yardstick_rows,
+)
+from rich.console import Console
+from rich.table import Table
+
+# A cell is lost if a rival's fullest rank has fewer tokens by more than this part of the mean.
+LOST_BY = 0.001
+
+
+def load_kind(load: str) -> str:
+    """Group the layers of a recorded model."""
+    return "gpt-oss jumps" if load.startswith("gpt-oss") else load
+
+
+def summarize_cells(rows: list[Row]) -> list[Row]:
+    """Summarize cells by load and slots."""
+    groups: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((load_kind(row["load"]), row["slots"]), []).append(row)
+    return [_summarize(load, slots, group) for (load, slots), group in groups.items()]
+
+
+def _summarize(load: str, slots: int, group: list[Row]) -> Row:
+    values = np.concatenate([row["values"] for row in group])
+    lost = [row for row in group if row["mean"] > row["rival_mean"] + LOST_BY]
+    ratios = [row["bytes_ratio"] for row in group if row["bytes_ratio"]]
+    rivals = np.mean([row["rival_mean"] for row in group])
+    text = f"{values.mean():.4f} / {np.quantile(values, 0.95):.4f}, rival {rivals:.4f}"
+    text += f"; lost {len(lost)} of {len(group)}"
+    if ratios:
+        text += f"; bytes {np.mean(ratios):.2f}, worst {max(ratios):.2f}"
+        text += f" ({sum(ratio > 1 for ratio in ratios)} of {len(ratios)} over 1)"
+    copies = np.mean([row["copies"] for row in group])
+    fewest = np.mean([row["fewest_copies"] for row in group])
+    text += f"; copies {copies:.0f} ({fewest:.0f} of them needed)"
+    return {
+        "what": f"{load}, {slots} slot{'s' * (slots > 1)}: mean / p95",
+        "planner": "gain",
+        "value": text,
+        "ideal": "1.0000",
+    }
+
+
+def print_table(console: Console, rows: Iterable[Row]) -> None:
+    """Print all rows as one table."""
+    table = Table(title="planner", header_style="bold", pad_edge=False)
+    for name in ("what", "planner", "value", "ideal"):
+        table.add_column(name, overflow="fold")
+    last = ""
+    for row in rows:
+        what = "" if row["what"] == last else row["what"]
+        last = row["what"]
+        table.add_row(what, row["planner"], row["value"], row["ideal"], end_section=False)
+    console.print(table)
+
+
+def print_lost(console: Console, rows: list[Row]) -> None:
+    """Name the cells in which a rival is better balanced, and those where it sends less."""
+    for row in rows:
+        cell = f"{row['load']}, E {row['experts']}, EP {row['ranks']}, {row['slots']} slots"
+        if row["mean"] > row["rival_mean"] + LOST_BY:
+            console.print(
+                f"lost: {cell}: {row['mean']:.4f}, {row['best_rival']} {row['rival_mean']:.4f}"
+            )
+        if row["bytes_ratio"] and row["bytes_ratio"] > 1.01:
+            console.print(
+                f"more bytes: {cell}: {row['bytes_ratio']:.2f} times {row['bytes_rival']}'s"
+            )
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="every seventh cell, one iteration")
+    parser.add_argument("--json", type=Path, help="write all rows, each cell among them, here")
+    args = parser.parse_args()
+    console = Console(width=None if Console().is_terminal else 160)
+    iterations, slots = (1, (2,)) if args.quick else (3, (1, 2, 4))
+    rows: list[Row] = []
+    # Times first: later steps leave a heap that slows allocation.
+    rows += time_rows()
+    rows += scaling_rows((256, 512) if args.quick else (256, 512, 1024))
+    rows += yardstick_rows()
+    cells = cell_rows(iterations, slots, args.quick)
+    rows += summarize_cells(cells)
+    rows += training_rows()
+    rows += stale_rows(2 if args.quick else 8)
+    rows += calibration_rows(5 if args.quick else 40)
+    rows += prediction_rows()
+    rows += sharding_rows()
+    rows += recorded_rows()
+    print_table(console, rows)
+    print_lost(console, cells)
+    if args.json:
+        args.json.write_text(json.dumps({"rows": rows, "cells": cells}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""One cell of the planner benchmark: every planner on one load series."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_fssdp.planning.cost import TOKEN_TRIPS, LayerShape, tokens_between_nodes
+from megatron_fssdp.planning.plan import EMPTY, Int64Array, LayerPlan
+from megatron_fssdp.planning.planner import PlanSettings, plan_layers
+from megatron_fssdp.planning.predict import SlidingMean
+from megatron_fssdp.planning.quotas import balance, rank_loads
+from megatron_fssdp.planning.sharding import shard_evenly
+from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.simulation.baselines import BASELINES
+from megatron_fssdp.simulation.loads import SHAPES, domain_series, shape_series, zipf_series
+
+RANKS_PER_NODE = 8
+# Iterations before the first one that counts: the predictor's window.
+WARM_UP = 5
+OURS = "gain"
+OURS_FEWEST = "gain, no spares"
+PAPER = "load (alg. 1)"
+# Bytes are for DeepSeek-V3's layers: hidden 7168, expert FFN 2048.
+SHAPE = LayerShape(hidden_size=7168, ffn_size=2048)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Where planners are compared: loads, and the room that they get."""
+
+    load: str
+    num_experts: int
+    num_ranks: int
+    num_slots: int
+
+    def series(self, num_iterations: int) -> Int64Array:
+        """(T, R, E) int64 tokens."""
+        experts, ranks, length = self.num_experts, self.num_ranks, WARM_UP + num_iterations
+        if self.load.startswith("zipf"):
+            topk = 2 if experts == 8 else 8
+            return zipf_series(experts, ranks, float(self.load.split()[1]), length, topk=topk)
+        if self.load.startswith("gpt-oss"):
+            return domain_series(ranks, int(self.load.split()[-1]))[:length]
+        return shape_series(self.load, experts, ranks, length)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a planner did in a cell, per iteration.
+
+    Attributes:
+        balance: tokens of the fullest rank over the mean.
+        copies: instances away from home.
+        far_bytes: bytes between nodes, tokens and replicas.
+        most_sent: copies that leave the busiest owner.
+    """
+
+    balance: tuple[float, ...]
+    copies: tuple[int, ...]
+    far_bytes: tuple[int, ...]
+    most_sent: tuple[int, ...]
+
+
+def cells(slots: tuple[int, ...] = (1, 2, 4)) -> Iterator[Cell]:
+    """Yield all cells with made loads, then those with recorded ones."""
+    loads = [f"zipf {exponent}" for exponent in (0.5, 0.8, 1.0, 1.2)] + list(SHAPES)
+    for load in loads:
+        for num_experts in (8, 32, 64, 128, 256):
+            for num_ranks in (8, 16, 32, 64):
+                if num_ranks <= num_experts:
+                    for num_slots in slots:
+                        yield Cell(load, num_experts, num_ranks, num_slots)
+    for layer in range(24):
+        for num_ranks in (8, 16, 32):
+            for num_slots in slots:
+                yield Cell(f"gpt-oss layer {layer}", 32, num_ranks, num_slots)
+
+
+def run_cell(cell: Cell, num_iterations: int) -> dict[str, Result]:
+    """Place replicas from predicted loads, then give every planner the best quotas it can have."""
+    series = cell.series(num_iterations)
+    owner_E = shard_evenly(1, cell.num_experts, cell.num_ranks)[0]
+    topology = Topology.uniform(cell.num_ranks, RANKS_PER_NODE)
+    predictor = SlidingMean()
+    rows: dict[str, list[tuple[float, int, int, int]]] = {}
+    for iteration, counts_RE in enumerate(series):
+        predicted = predictor.predict()
+        if predicted is not None and iteration >= WARM_UP:
+            for name, plan in plans(predicted[0], owner_E, topology, cell.num_slots):
+                rows.setdefault(name, []).append(_measure(counts_RE, plan, owner_E, topology))
+        predictor.update(counts_RE.sum(axis=0)[None])
+    return {name: Result(*zip(*values, strict=True)) for name, values in rows.items()}
+
+
+def plans(
+    load_E: Int64Array, owner_E: Int64Array, topology: Topology, num_slots: int
+) -> Iterator[tuple[str, LayerPlan]]:
+    """Yield each planner's name and plan."""
+    for name, settings in ours(num_slots).items():
+        yield name, plan_layers(load_E[None], owner_E[None], topology, settings).layer(0)
+    for name, baseline in BASELINES.items():
+        yield name, baseline(load_E, owner_E, topology, num_slots)
+
+
+def ours(num_slots: int) -> dict[str, PlanSettings]:
+    """Return the settings under which this project's planners are compared."""
+    return {
+        OURS: PlanSettings(num_replica_slots=num_slots),
+        OURS_FEWEST: PlanSettings(num_replica_slots=num_slots, spare_tokens=None),
+        PAPER: PlanSettings(num_replica_slots=num_slots, algorithm="load"),
+    }
+
+
+def _measure(
+    counts_RE: Int64Array, plan: LayerPlan, home_E: Int64Array, topology: Topology
+) -> tuple[float, int, int, int]:
+    quota_EI = balance(counts_RE, plan, topology.node_of_rank)
+    load_R = rank_loads(quota_EI, plan)
+    # The ideal is whole tokens: the mean, rounded up.
+    ideal = max(-(-int(load_R.sum()) // plan.num_ranks), 1)
+    expert, column = np.nonzero(plan.instance_rank_EI != EMPTY)
+    rank = plan.instance_rank_EI[expert, column]
+    is_away = rank != home_E[expert]
+    is_on_ME = np.zeros((topology.num_nodes, plan.num_experts), dtype=bool)
+    is_on_ME[topology.node_R[rank], expert] = True
+    is_on_ME[topology.node_R[home_E], np.arange(plan.num_experts)] = False
+    token_bytes = TOKEN_TRIPS * SHAPE.row_bytes
+    far_tokens = tokens_between_nodes(counts_RE, quota_EI, plan, topology)
+    far_bytes = far_tokens * token_bytes + int(is_on_ME.sum()) * SHAPE.replica_bytes
+    sent_R = np.bincount(home_E[expert[is_away]], minlength=plan.num_ranks)
+    return float(load_R.max()) / ideal, int(is_away.sum()), far_bytes, int(sent_R.max())

@@ -1,0 +1,295 @@
+"""What a layer takes: seconds and bytes of one forward and backward, from whole-number plans.
+
+The model counts what differs between plans. A step's time is set by its fullest rank, network
+adapter or link; links inside and between nodes work at the same time. Public formulas and measured
+rates only; `tools.calibrate` measures the rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_fssdp.planning.plan import EMPTY, Int64Array, LayerPlan
+from megatron_fssdp.planning.planner import PlanSettings
+from megatron_fssdp.planning.quotas import rank_loads, split_source
+from megatron_fssdp.planning.topology import Topology
+
+# Copies of one expert that any rank sends on: replicas on many nodes are relayed along a tree.
+RELAY_FANOUT = 2
+# Token transfers of one layer: dispatch and combine, forward and backward.
+TOKEN_TRIPS = 4
+# Work of forward and backward against forward alone: two more products of the same size.
+FORWARD_BACKWARD = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """Sizes of a MoE layer.
+
+    Attributes:
+        hidden_size: width of a token.
+        ffn_size: width inside an expert.
+        num_matrices: weight matrices of an expert: 3 with a gated activation, else 2.
+        param_bytes: bytes of one parameter that is sent to a replica.
+        grad_bytes: bytes of one gradient that comes back.
+        activation_bytes: bytes of one number of a token.
+    """
+
+    hidden_size: int
+    ffn_size: int
+    num_matrices: int = 3
+    param_bytes: int = 2
+    grad_bytes: int = 2
+    activation_bytes: int = 2
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of one expert."""
+        return self.num_matrices * self.hidden_size * self.ffn_size
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert's parameters."""
+        return self.num_params * self.param_bytes
+
+    @property
+    def replica_bytes(self) -> int:
+        """Bytes that one replica sends in an iteration: parameters there, gradients back."""
+        return self.num_params * (self.param_bytes + self.grad_bytes)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token."""
+        return self.hidden_size * self.activation_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeRate:
+    """How fast a rank multiplies.
+
+    Attributes:
+        flops_per_s: rate of large products.
+        group_floor_s: the least that one expert's products take, however few its rows.
+        rate_by_rows: measured (rows, flop/s), ascending; between them the rate is interpolated,
+            and without any it is `flops_per_s`.
+    """
+
+    flops_per_s: float
+    group_floor_s: float = 0.0
+    rate_by_rows: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> ComputeRate:
+        """Build from the `compute` part of a cluster file."""
+        table = tuple((int(rows), float(rate)) for rows, rate in values.get("rate_by_rows", ()))
+        return cls(
+            flops_per_s=float(values["flops_per_s"]),
+            group_floor_s=float(values.get("group_floor_s", 0.0)),
+            rate_by_rows=table,
+        )
+
+    def forward_s(self, rows_G: Int64Array, shape: LayerShape) -> float:
+        """Seconds that a rank's experts take forward; (G,) tokens of each. None takes nothing."""
+        rows_G = rows_G[rows_G > 0]
+        rate_G = np.full(len(rows_G), self.flops_per_s)
+        if self.rate_by_rows:
+            table_rows, table_rate = zip(*self.rate_by_rows, strict=True)
+            rate_G = np.interp(rows_G, table_rows, table_rate)
+        seconds_G = rows_G * 2.0 * shape.num_params / rate_G
+        return float(np.maximum(seconds_G, self.group_floor_s).sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """Seconds and bytes of one layer, forward and backward. Costs add up with `+`.
+
+    Attributes:
+        tokens_s: dispatch and combine.
+        gemm_s: expert products of the slowest rank.
+        replicas_s: replicas' parameters there (spAG) and gradients back (spRS).
+        hidden_s: the part of `replicas_s` that non-MoE computation hides.
+        token_bytes, replica_bytes: bytes that cross between nodes.
+        slot_bytes: parameters and gradients that the fullest rank holds for replicas.
+    """
+
+    tokens_s: float = 0.0
+    gemm_s: float = 0.0
+    replicas_s: float = 0.0
+    hidden_s: float = 0.0
+    token_bytes: int = 0
+    replica_bytes: int = 0
+    slot_bytes: int = 0
+
+    @property
+    def total_s(self) -> float:
+        """Seconds on the critical path."""
+        return self.tokens_s + self.gemm_s + self.replicas_s - self.hidden_s
+
+    def __add__(self, other: LayerCost) -> LayerCost:
+        names = [field.name for field in fields(self)]
+        return LayerCost(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+def layer_cost(
+    counts_RE: Int64Array,
+    quota_EI: Int64Array,
+    plan: LayerPlan,
+    topology: Topology,
+    shape: LayerShape,
+    rate: ComputeRate,
+    non_moe_s: float = 0.0,
+) -> LayerCost:
+    """Estimate one layer's forward and backward.
+
+    Args:
+        counts_RE: (R, E) int64, tokens of each source rank for each expert.
+        quota_EI: (E, I) int64, as `quotas.balance` returns it.
+        plan: where the instances are.
+        topology: the ranks, their nodes and links.
+        shape: sizes of the layer.
+        rate: of a rank.
+        non_moe_s: forward time of what is computed before the layer and needs no network; the
+            backward takes twice that (section 5.4 of the paper).
+
+    Returns:
+        The cost. Bytes are those of all ranks together.
+    """
+    tokens_RR = token_traffic(counts_RE, quota_EI, plan, topology.node_of_rank)
+    is_far_RR = topology.node_R[:, None] != topology.node_R
+    one_way_s = _transfer_s(tokens_RR * shape.row_bytes, is_far_RR, topology)
+    copies_RR = replica_traffic(plan, topology)
+    replicas_s = _transfer_s(copies_RR * shape.replica_bytes, is_far_RR, topology)
+    most_replicas = int((copies_RR.sum(axis=0)).max())
+    return LayerCost(
+        tokens_s=TOKEN_TRIPS * one_way_s,
+        gemm_s=FORWARD_BACKWARD * _slowest_s(quota_EI, plan, shape, rate),
+        replicas_s=replicas_s,
+        # Parameters travel during the forward's, gradients during the backward's computation.
+        hidden_s=min(replicas_s, FORWARD_BACKWARD * non_moe_s),
+        token_bytes=TOKEN_TRIPS * shape.row_bytes * int(tokens_RR[is_far_RR].sum()),
+        replica_bytes=shape.replica_bytes * int(copies_RR[is_far_RR].sum()),
+        slot_bytes=shape.replica_bytes * most_replicas,
+    )
+
+
+def _slowest_s(
+    quota_EI: Int64Array, plan: LayerPlan, shape: LayerShape, rate: ComputeRate
+) -> float:
+    is_instance = plan.instance_rank_EI != EMPTY
+    rank, rows = plan.instance_rank_EI[is_instance], quota_EI[is_instance]
+    return max(rate.forward_s(rows[rank == r], shape) for r in range(plan.num_ranks))
+
+
+def _transfer_s(bytes_RR: Int64Array, is_far_RR: Int64Array, topology: Topology) -> float:
+    """Seconds of an exchange: the fullest link of each class, both classes at once."""
+    seconds = 0.0
+    others_RR = np.where(np.eye(len(bytes_RR), dtype=bool), 0, bytes_RR)
+    for is_here_RR, link in ((~is_far_RR, topology.intra_node), (is_far_RR, topology.inter_node)):
+        here_RR = np.where(is_here_RR, others_RR, 0)
+        fullest = max(int(here_RR.sum(axis=0).max()), int(here_RR.sum(axis=1).max()))
+        if fullest:
+            seconds = max(seconds, link.time_s(fullest))
+    return seconds
+
+
+def token_traffic(
+    counts_RE: Int64Array, quota_EI: Int64Array, plan: LayerPlan, node_of_rank: Sequence[int]
+) -> Int64Array:
+    """Return the (R, R) int64 tokens that each rank (row) sends to each (column); one trip."""
+    is_instance = plan.instance_rank_EI != EMPTY
+    rank = plan.instance_rank_EI[is_instance]
+    tokens_RR = np.zeros((plan.num_ranks, plan.num_ranks), dtype=np.int64)
+    for source in range(plan.num_ranks):
+        split_EI = split_source(counts_RE, quota_EI, plan, node_of_rank, source)
+        np.add.at(tokens_RR[source], rank, split_EI[is_instance])
+    return tokens_RR
+
+
+def tokens_between_nodes(
+    counts_RE: Int64Array, quota_EI: Int64Array, plan: LayerPlan, topology: Topology
+) -> int:
+    """Return the tokens that leave their node, one trip: `token_traffic`'s, without its work."""
+    is_instance = plan.instance_rank_EI != EMPTY
+    sent_ME = np.zeros((topology.num_nodes, plan.num_experts), dtype=np.int64)
+    np.add.at(sent_ME, topology.node_R, counts_RE)
+    room_ME = np.zeros_like(sent_ME)
+    node = topology.node_R[plan.instance_rank_EI[is_instance]]
+    np.add.at(room_ME, (node, np.nonzero(is_instance)[0]), quota_EI[is_instance])
+    return int(np.maximum(sent_ME - room_ME, 0).sum())
+
+
+def replica_traffic(plan: LayerPlan, topology: Topology) -> Int64Array:
+    """Return the (R, R) int64 copies that each rank (row) sends to each (column).
+
+    An expert crosses to each other node once, along a tree in which nobody sends on more than
+    `RELAY_FANOUT` copies, and spreads inside the node along another.
+    """
+    copies_RR = np.zeros((plan.num_ranks, plan.num_ranks), dtype=np.int64)
+    for ranks in plan.instance_rank_EI:
+        members = ranks[ranks != EMPTY]
+        if len(members) == 1:
+            continue
+        # The owner first in its node; the first of every other node receives for it.
+        by_node: dict[int, list[int]] = {}
+        for rank in members.tolist():
+            by_node.setdefault(topology.node_of_rank[rank], []).append(rank)
+        for tree in ([group[0] for group in by_node.values()], *by_node.values()):
+            for position in range(1, len(tree)):
+                copies_RR[tree[(position - 1) // RELAY_FANOUT], tree[position]] += 1
+    return copies_RR
+
+
+def overlap_degree(non_moe_s: float, topology: Topology, shape: LayerShape) -> int:
+    """The paper's t: experts that a rank can receive while `non_moe_s` computes (section 4.2)."""
+    link = topology.inter_node if topology.num_nodes > 1 else topology.intra_node
+    return int(non_moe_s * link.bytes_per_s / shape.expert_bytes)
+
+
+def break_even_tokens(shape: LayerShape) -> int:
+    """Tokens that a replica must keep on its node to save as many bytes as it costs."""
+    return -(-shape.replica_bytes // (TOKEN_TRIPS * shape.row_bytes))
+
+
+def with_budgets(
+    settings: PlanSettings,
+    topology: Topology,
+    shape: LayerShape,
+    non_moe_s: float,
+    layer_bytes: int | None = None,
+) -> PlanSettings:
+    """Return the settings with the budgets that the cost model sees.
+
+    Args:
+        settings: what the user set.
+        topology: the links.
+        shape: sizes of the layer.
+        non_moe_s: time under which replicas' parameters can hide.
+        layer_bytes: what replicas of one layer may send in an iteration, parameters and
+            gradients, all ranks together; None: no limit.
+    """
+    degree = overlap_degree(non_moe_s, topology, shape)
+    if settings.overlap_degree is not None:
+        degree = min(degree, settings.overlap_degree)
+    most = None if layer_bytes is None else layer_bytes // shape.replica_bytes
+    return replace(settings, overlap_degree=degree, most_replicas=most)
+
+
+def saved_s(
+    old_EI: Int64Array,
+    old: LayerPlan,
+    new_EI: Int64Array,
+    new: LayerPlan,
+    topology: Topology,
+    shape: LayerShape,
+    rate: ComputeRate,
+) -> float:
+    """Seconds by which a plan shortens the fullest rank's tokens and products."""
+    link = topology.inter_node if topology.num_nodes > 1 else topology.intra_node
+    fewer = int(rank_loads(old_EI, old).max()) - int(rank_loads(new_EI, new).max())
+    per_token_s = TOKEN_TRIPS * shape.row_bytes / link.bytes_per_s
+    per_token_s += FORWARD_BACKWARD * 2.0 * shape.num_params / rate.flops_per_s
+    return fewer * per_token_s
