@@ -31,6 +31,7 @@ from planner_rows import (
     yardstick_rows,
 )
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 # A cell is lost if a rival's fullest rank has fewer tokens by more than this part of the mean.
@@ -80,7 +81,9 @@ def print_table(console: Console, rows: Iterable[Row]) -> None:
     for row in rows:
         what = "" if row["what"] == last else row["what"]
         last = row["what"]
-        table.add_row(what, row["planner"], row["value"], row["ideal"], end_section=False)
+        table.add_row(
+            *(escape(text) for text in (what, row["planner"], row["value"], row["ideal"]))
+        )
     console.print(table)
 
 

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_fssdp.planning.cost import TOKEN_TRIPS, LayerShape, tokens_between_nodes
+from megatron_fssdp.planning.cost import (
+    TOKEN_TRIPS,
+    LayerShape,
+    break_even_tokens,
+    tokens_between_nodes,
+)
 from megatron_fssdp.planning.plan import EMPTY, Int64Array, LayerPlan
 from megatron_fssdp.planning.planner import PlanSettings, plan_layers
 from megatron_fssdp.planning.predict import SlidingMean
@@ -92,7 +97,15 @@ def run_cell(cell: Cell, num_iterations: int) -> dict[str, Result]:
             for name, plan in plans(predicted[0], owner_E, topology, cell.num_slots):
                 rows.setdefault(name, []).append(_measure(counts_RE, plan, owner_E, topology))
         predictor.update(counts_RE.sum(axis=0)[None])
-    return {name: Result(*zip(*values, strict=True)) for name, values in rows.items()}
+    return {
+        name: Result(
+            balance=tuple(row[0] for row in values),
+            copies=tuple(row[1] for row in values),
+            far_bytes=tuple(row[2] for row in values),
+            most_sent=tuple(row[3] for row in values),
+        )
+        for name, values in rows.items()
+    }
 
 
 def plans(
@@ -108,7 +121,7 @@ def plans(
 def ours(num_slots: int) -> dict[str, PlanSettings]:
     """Return the settings under which this project's planners are compared."""
     return {
-        OURS: PlanSettings(num_replica_slots=num_slots),
+        OURS: PlanSettings(num_replica_slots=num_slots, spare_tokens=break_even_tokens(SHAPE)),
         OURS_FEWEST: PlanSettings(num_replica_slots=num_slots, spare_tokens=None),
         PAPER: PlanSettings(num_replica_slots=num_slots, algorithm="load"),
     }

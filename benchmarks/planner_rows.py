@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from megatron_fssdp.planning.quota_tables import quota_tables
 from megatron_fssdp.planning.quotas import balance, rank_loads, split_source
 from megatron_fssdp.planning.sharding import shard_by_load, shard_evenly, shard_for_replicas
 from megatron_fssdp.planning.topology import Topology
-from megatron_fssdp.simulation.baselines import BASELINES
+from megatron_fssdp.simulation.baselines import BASELINES, Baseline
 from megatron_fssdp.simulation.loads import (
     domain_series,
     recorded_rank_tokens,
@@ -117,7 +119,7 @@ def stale_rows(num_iterations: int) -> list[Row]:
             series = zipf_series(128, num_ranks, exponent, num_iterations + 1)
             topology = Topology.uniform(num_ranks, RANKS_PER_NODE)
             owner_E = shard_evenly(1, 128, num_ranks)[0]
-            for last_RE, counts_RE in zip(series, series[1:], strict=False):
+            for last_RE, counts_RE in pairwise(series):
                 for name, plan in plans(last_RE.sum(axis=0), owner_E, topology, 2):
                     load_R = rank_loads(balance(counts_RE, plan, topology.node_of_rank), plan)
                     found.setdefault(name, []).append(float(load_R.max() / load_R.mean()))
@@ -160,7 +162,9 @@ def _jumps(
     topology = Topology.uniform(num_ranks, RANKS_PER_NODE)
     owner_LE = shard_evenly(1, 32, num_ranks)
     settings = PlanSettings(num_replica_slots=slots)
-    before, after, new = [], [], []
+    before: list[float] = []
+    after: list[float] = []
+    new: list[int] = []
     for layer in range(24):
         predictor = PREDICTORS["sliding"]()
         for counts_RE in domain_series(num_ranks, layer)[: WARM_UP + num_iterations]:
@@ -189,6 +193,7 @@ def best_ms(function: Callable[[], object], repeats: int) -> float:
 def time_rows() -> list[Row]:
     """58 layers of DeepSeek-V3's shape, and one layer of each rival."""
     topology, owner_LE = Topology.uniform(64, RANKS_PER_NODE), shard_evenly(58, 256, 64)
+    nodes = topology.node_of_rank
     load_LE = np.stack(
         [zipf_series(256, 64, 0.8, 1, seed=layer)[0].sum(axis=0) for layer in range(58)]
     )
@@ -196,14 +201,12 @@ def time_rows() -> list[Row]:
     rows = []
     for name, spare_tokens in ((OURS, 1), (OURS_FEWEST, None)):
         settings = PlanSettings(spare_tokens=spare_tokens)
-        plan_ms = best_ms(lambda s=settings: plan_layers(load_LE, owner_LE, topology, s), 15)
+        plan_ms = best_ms(partial(plan_layers, load_LE, owner_LE, topology, settings), 15)
         plan = plan_layers(load_LE, owner_LE, topology, settings).layer(0)
-        tables_ms = best_ms(lambda p=plan: _rebuild(p, topology), 10)
+        tables_ms = best_ms(partial(_rebuild, plan, topology), 10)
         quota_EI = balance(counts_RE, plan, topology.node_of_rank)
-        balance_ms = best_ms(lambda p=plan: balance(counts_RE, p, topology.node_of_rank), 50)
-        split_ms = best_ms(
-            lambda p=plan, q=quota_EI: split_source(counts_RE, q, p, topology.node_of_rank, 5), 50
-        )
+        balance_ms = best_ms(partial(balance, counts_RE, plan, nodes), 50)
+        split_ms = best_ms(partial(split_source, counts_RE, quota_EI, plan, nodes, 5), 50)
         for what, value, ideal in (
             ("58 layers, E 256, EP 64, 2 slots: plan [ms]", plan_ms, "10"),
             ("one layer: quotas of all ranks [ms]", balance_ms, "0.3"),
@@ -220,9 +223,7 @@ def time_rows() -> list[Row]:
                 }
             )
     for name, baseline in BASELINES.items():
-        value = best_ms(
-            lambda b=baseline: [b(load, owner_LE[0], topology, 2) for load in load_LE[:4]], 2
-        )
+        value = best_ms(partial(_plan_some, baseline, load_LE[:4], owner_LE[0], topology), 2)
         rows.append(
             {
                 "what": "58 layers, E 256, EP 64, 2 slots: plan [ms]",
@@ -233,6 +234,13 @@ def time_rows() -> list[Row]:
             }
         )
     return rows
+
+
+def _plan_some(
+    baseline: Baseline, loads: Int64Array, owner_E: Int64Array, topology: Topology
+) -> None:
+    for load_E in loads:
+        baseline(load_E, owner_E, topology, 2)
 
 
 def _rebuild(plan: LayerPlan, topology: Topology) -> None:
@@ -247,10 +255,10 @@ def scaling_rows(sizes: tuple[int, ...]) -> list[Row]:
         topology, owner_LE = Topology.uniform(size, RANKS_PER_NODE), shard_evenly(1, size, size)
         counts_RE = zipf_series(size, size, 0.8, 1)[0]
         load_LE = counts_RE.sum(axis=0)[None]
-        plan_ms = best_ms(lambda: plan_layers(load_LE, owner_LE, topology, PlanSettings()), 3)
+        plan_ms = best_ms(partial(plan_layers, load_LE, owner_LE, topology, PlanSettings()), 3)
         plan = plan_layers(load_LE, owner_LE, topology, PlanSettings()).layer(0)
-        tables_ms = best_ms(lambda p=plan: _rebuild(p, topology), 2)
-        quotas_ms = best_ms(lambda p=plan: balance(counts_RE, p, topology.node_of_rank), 3)
+        tables_ms = best_ms(partial(_rebuild, plan, topology), 2)
+        quotas_ms = best_ms(partial(balance, counts_RE, plan, topology.node_of_rank), 3)
         load_R = rank_loads(balance(counts_RE, plan, topology.node_of_rank), plan)
         rows.append(
             {

@@ -245,9 +245,7 @@ class FSSDPRuntime:
             return {}
         layers = [self._layers[index] for index in seen]
         plans = [layer.step.plan for layer in layers if layer.step is not None]
-        # The one device-to-host copy of an iteration; every layer's counts are complete by now.
-        counts_LRE = [layer.counts_RE.cpu().numpy() for layer in layers]  # type: ignore[union-attr]
-        loads_LR = [layer.loads_R.cpu().numpy() for layer in layers]  # type: ignore[union-attr]
+        counts_LRE, loads_LR = _to_host(layers)
         copied = [
             plan.num_replicas * layer.expert_bytes * layer.num_forwards
             for plan, layer in zip(plans, layers, strict=True)
@@ -287,3 +285,13 @@ class FSSDPRuntime:
                 layer = self._layers[index]
                 assert layer.step is not None
                 layer.step = self._layer_step(layer, plan.layer(position), layer.step.device)
+
+
+def _to_host(layers: list[_LayerState]) -> tuple[list[Int64Array], list[Int64Array]]:
+    """Copy all layers' counts and loads: the one device-to-host copy of an iteration."""
+    tensors = [layer.counts_RE for layer in layers] + [layer.loads_R for layer in layers]
+    present = [tensor for tensor in tensors if tensor is not None]
+    flat = torch.cat([tensor.reshape(-1) for tensor in present]).cpu()
+    parts = flat.split([tensor.numel() for tensor in present])
+    arrays = [part.view(of.shape).numpy() for part, of in zip(parts, present, strict=True)]
+    return arrays[: len(layers)], arrays[len(layers) :]

@@ -275,7 +275,10 @@ def with_budgets(
     if settings.overlap_degree is not None:
         degree = min(degree, settings.overlap_degree)
     most = None if layer_bytes is None else layer_bytes // shape.replica_bytes
-    return replace(settings, overlap_degree=degree, most_replicas=most)
+    spare = settings.spare_tokens
+    if spare is not None:
+        spare = max(spare, break_even_tokens(shape))
+    return replace(settings, overlap_degree=degree, most_replicas=most, spare_tokens=spare)
 
 
 def saved_s(

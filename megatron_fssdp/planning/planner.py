@@ -25,9 +25,9 @@ class PlanSettings:
             is balanced and gets no further replica ("gain" only).
         most_replicas: replicas of one layer, in all, that the byte budget of an iteration allows;
             None: no limit ("gain" only).
-        spare_tokens: in layers that need replicas, slots that are left get experts with at least
-            this many tokens per instance, so that drift can be balanced too; None: no spares
-            ("gain" only). `cost.break_even_tokens` says how many pay for a replica's bytes.
+        spare_tokens: in layers that need replicas, slots that are left get spare ones, against
+            drift and for traffic, if they keep about this many tokens on their node; None: no
+            spares ("gain" only). `cost.break_even_tokens` says how many pay for a replica's bytes.
     """
 
     num_replica_slots: int = 2

@@ -5,8 +5,10 @@ the prediction. Spares make the ranks one well connected pool, and keep tokens o
 are sent while the network would idle, so they cost bytes, not time, within the budget.
 
 Half of a node's free slots take the hottest experts that the node lacks: their tokens stay on it.
-The other half takes the experts with most tokens per instance: these are many different ones, so
-that any rank can pass on what it has too much.
+The other half takes the experts with most tokens per instance: many different ones, so that any
+rank can pass on what it has too much. An expert with instances on all nodes keeps the tokens of
+each node there, load / nodes of them: `least_tokens` is compared with that. Spares of the second
+kind may keep half as many; the other half of their price buys balance.
 
 All layers at once, in whole-array steps: this is called for every layer of a model.
 """
@@ -47,7 +49,7 @@ def place_spares(
         free_LR: (L, R) int64, slots to fill; 0 for a layer that needs none.
         import_LR: (L, R) int64, tokens that each rank computes of other ranks' experts.
         node_R: (R,) int64, node of each rank.
-        least_tokens: tokens per instance below which a spare is not worth its bytes.
+        least_tokens: tokens that a spare must keep on its node to be worth its bytes.
 
     Returns:
         (N, 3) int64 spares. A few slots may stay empty.
@@ -55,15 +57,16 @@ def place_spares(
     most = int(free_LR.sum(axis=1).max(initial=0))
     if most == 0:
         return np.zeros((0, 3), dtype=np.int64)
-    least_tokens = max(least_tokens, 1)
+    num_nodes = int(node_R.max()) + 1
+    least_load = max(least_tokens * num_nodes, 2)
     near_N3 = replicas_N3[:0]
-    if node_R.max() > 0:
+    if num_nodes > 1:
         near_N3 = _near(load_LE, owner_LE, replicas_N3, free_LR, import_LR, node_R, least_tokens)
         replicas_N3 = np.concatenate([replicas_N3, near_N3])
         used = near_N3[:, 0] * free_LR.shape[1] + near_N3[:, 2]
         free_LR = free_LR - np.bincount(used, minlength=free_LR.size).reshape(free_LR.shape)
     return np.concatenate(
-        [near_N3, _varied(load_LE, owner_LE, replicas_N3, free_LR, import_LR, least_tokens)]
+        [near_N3, _varied(load_LE, owner_LE, replicas_N3, free_LR, import_LR, least_load // 2)]
     )
 
 
@@ -74,7 +77,7 @@ def _near(
     free_LR: Int64Array,
     import_LR: Int64Array,
     node_R: Int64Array,
-    least_tokens: int,
+    least_load: int,
 ) -> Int64Array:
     """Give half of each node's free slots the hottest experts that it lacks."""
     num_layers, num_experts = load_LE.shape
@@ -88,12 +91,12 @@ def _near(
         weights=free_LR.ravel(),
         minlength=num_layers * num_nodes,
     )
-    wanted_LM = (by_node.reshape(num_layers, num_nodes).astype(np.int64) + 1) // 2
+    wanted_LM = by_node.reshape(num_layers, num_nodes).astype(np.int64)
+    wanted_LM = (wanted_LM + 1) // 2
     reach = min(num_experts, NODE_REACH * int(wanted_LM.max()))
     hottest_LK = np.argsort(-load_LE, axis=1, kind="stable")[:, :reach]
     is_lacking_LMK = ~np.take_along_axis(is_here_LME, hottest_LK[:, None, :], axis=2)
-    # All instances of an expert share its load: one that is on every node gets this much.
-    is_hot_LK = np.take_along_axis(load_LE, hottest_LK, axis=1) >= least_tokens * num_nodes
+    is_hot_LK = np.take_along_axis(load_LE, hottest_LK, axis=1) >= least_load
     is_lacking_LMK &= is_hot_LK[:, None, :]
     number_LMK = np.cumsum(is_lacking_LMK, axis=2)
     is_taken_LMK = is_lacking_LMK & (number_LMK <= wanted_LM[:, :, None])
@@ -114,14 +117,14 @@ def _varied(
     replicas_N3: Int64Array,
     free_LR: Int64Array,
     import_LR: Int64Array,
-    least_tokens: int,
+    least_load: int,
 ) -> Int64Array:
     """Fill free slots with the experts that have the most tokens per instance."""
     num_experts, num_ranks = load_LE.shape[1], free_LR.shape[1]
     wanted_L = free_LR.sum(axis=1)
     if not wanted_L.any():
         return replicas_N3[:0]
-    expert_LW, is_wanted_LW = _hottest(load_LE, replicas_N3, wanted_L, num_ranks, least_tokens)
+    expert_LW, is_wanted_LW = _hottest(load_LE, replicas_N3, wanted_L, num_ranks, least_load)
     rank_LW = _slots(free_LR, import_LR, expert_LW.shape[1])
     layer, at = np.nonzero(is_wanted_LW)
     expert, rank = expert_LW[layer, at], rank_LW[layer, at]
@@ -150,7 +153,7 @@ def _hottest(
     replicas_N3: Int64Array,
     wanted_L: Int64Array,
     num_ranks: int,
-    least_tokens: int,
+    least_load: int,
 ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
     """Choose each layer's experts for its spares, W at most, most tokens per instance first.
 
@@ -164,7 +167,8 @@ def _hottest(
     copies = min(MOST_OF_ONE, num_ranks)
     count_LEJ = count_LE[:, :, None] + np.arange(copies)
     share_LEJ = load_LE[:, :, None] // count_LEJ
-    share_LEJ[(count_LEJ >= num_ranks) | (share_LEJ < least_tokens)] = 0
+    share_LEJ[count_LEJ >= num_ranks] = 0
+    share_LEJ[load_LE < least_load] = 0
     share = share_LEJ.reshape(num_layers, -1)
     most = min(int(wanted_L.max()), share.shape[1])
     # Made distinct, lower experts first, so that the partition is the same everywhere.
