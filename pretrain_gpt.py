@@ -191,8 +191,8 @@ def main() -> None:
     for name in UNSUPPORTED:
         if getattr(args, name):
             raise ValueError(
-                f"--{name.replace('_', '-')} {getattr(args, name)} is not supported by this "
-                "pretrain_gpt.py; run Megatron-LM's own through python -m megatron_fssdp.launch."
+                f"--{name.replace('_', '-')} is not supported by this pretrain_gpt.py; run "
+                "Megatron-LM's own through python -m megatron_fssdp.launch."
             )
     pretrain(
         pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),

@@ -6,7 +6,9 @@ Placement comes from predicted loads (sliding mean of 5), quotas from the true c
 gets the best quotas too, whatever its own rule for them is. Balance is the fullest rank's tokens
 over the mean. Bytes are those between nodes of 8 ranks, tokens and replicas together, forward and
 backward, in layers of DeepSeek-V3's size; the ratio is against the rival that sends least among
-those whose balance is within 0.01 of ours. All times are of one core.
+those whose balance is within 0.01 of ours. Cells that a rival wins are counted again with owners
+swapped once after the first loads ("re-sharded": rivals that move experts do so every time), and
+with the placement corrected for the true counts ("calibrated"). All times are of one core.
 """
 
 from __future__ import annotations
@@ -54,10 +56,14 @@ def summarize_cells(rows: list[Row]) -> list[Row]:
 def _summarize(load: str, slots: int, group: list[Row]) -> Row:
     values = np.concatenate([row["values"] for row in group])
     lost = [row for row in group if row["mean"] > row["rival_mean"] + LOST_BY]
+    resharded = [row for row in lost if row["resharded_mean"] > row["rival_mean"] + LOST_BY]
+    calibrated = [row for row in lost if row["calibrated_mean"] > row["rival_mean"] + LOST_BY]
     ratios = [row["bytes_ratio"] for row in group if row["bytes_ratio"]]
     rivals = np.mean([row["rival_mean"] for row in group])
     text = f"{values.mean():.4f} / {np.quantile(values, 0.95):.4f}, rival {rivals:.4f}"
     text += f"; lost {len(lost)} of {len(group)}"
+    if lost:
+        text += f" (re-sharded {len(resharded)}, calibrated {len(calibrated)})"
     if ratios:
         text += f"; bytes {np.mean(ratios):.2f}, worst {max(ratios):.2f}"
         text += f" ({sum(ratio > 1 for ratio in ratios)} of {len(ratios)} over 1)"
@@ -94,6 +100,8 @@ def print_lost(console: Console, rows: list[Row]) -> None:
         if row["mean"] > row["rival_mean"] + LOST_BY:
             console.print(
                 f"lost: {cell}: {row['mean']:.4f}, {row['best_rival']} {row['rival_mean']:.4f}"
+                f" (re-sharded {row['resharded_mean']:.4f}, calibrated"
+                f" {row['calibrated_mean']:.4f})"
             )
         if row["bytes_ratio"] and row["bytes_ratio"] > 1.01:
             console.print(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_fssdp.planning.calibration import calibrate_layer
 from megatron_fssdp.planning.cost import (
     TOKEN_TRIPS,
     LayerShape,
@@ -17,7 +18,7 @@ from megatron_fssdp.planning.plan import EMPTY, Int64Array, LayerPlan
 from megatron_fssdp.planning.planner import PlanSettings, plan_layers
 from megatron_fssdp.planning.predict import SlidingMean
 from megatron_fssdp.planning.quotas import balance, rank_loads
-from megatron_fssdp.planning.sharding import shard_evenly
+from megatron_fssdp.planning.sharding import shard_evenly, shard_for_replicas
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.simulation.baselines import BASELINES
 from megatron_fssdp.simulation.loads import SHAPES, domain_series, shape_series, zipf_series
@@ -27,7 +28,11 @@ RANKS_PER_NODE = 8
 WARM_UP = 5
 OURS = "gain"
 OURS_FEWEST = "gain, no spares"
+CALIBRATED = "gain, calibrated"
+RESHARDED = "gain, re-sharded"
 PAPER = "load (alg. 1)"
+# Swaps of owners in a layer, once, when the first loads have been seen.
+MOST_SWAPS = 32
 # Bytes are for DeepSeek-V3's layers: hidden 7168, expert FFN 2048.
 SHAPE = LayerShape(hidden_size=7168, ffn_size=2048)
 
@@ -90,12 +95,23 @@ def run_cell(cell: Cell, num_iterations: int) -> dict[str, Result]:
     owner_E = shard_evenly(1, cell.num_experts, cell.num_ranks)[0]
     topology = Topology.uniform(cell.num_ranks, RANKS_PER_NODE)
     predictor = SlidingMean()
+    new_owner_E = shard_for_replicas(
+        series[:WARM_UP].sum(axis=(0, 1))[None], owner_E[None], cell.num_ranks, MOST_SWAPS
+    )[0]
+    settings = ours(cell.num_slots)[OURS]
     rows: dict[str, list[tuple[float, int, int, int]]] = {}
     for iteration, counts_RE in enumerate(series):
         predicted = predictor.predict()
         if predicted is not None and iteration >= WARM_UP:
             for name, plan in plans(predicted[0], owner_E, topology, cell.num_slots):
                 rows.setdefault(name, []).append(_measure(counts_RE, plan, owner_E, topology))
+                if name == OURS:
+                    better, _ = calibrate_layer(counts_RE, plan, topology.node_of_rank, settings)
+                    values = _measure(counts_RE, better, owner_E, topology)
+                    rows.setdefault(CALIBRATED, []).append(values)
+            plan = plan_layers(predicted, new_owner_E[None], topology, settings).layer(0)
+            values = _measure(counts_RE, plan, new_owner_E, topology)
+            rows.setdefault(RESHARDED, []).append(values)
         predictor.update(counts_RE.sum(axis=0)[None])
     return {
         name: Result(

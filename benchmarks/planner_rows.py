@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 from planner_cells import (
+    CALIBRATED,
     OURS,
     OURS_FEWEST,
     RANKS_PER_NODE,
+    RESHARDED,
     WARM_UP,
     Cell,
     Result,
@@ -100,6 +102,8 @@ def _compare(cell: Cell, results: dict[str, Result]) -> Row:
         "p95": float(np.quantile(results[OURS].balance, 0.95)),
         "values": results[OURS].balance,
         "fewest_mean": mean[OURS_FEWEST],
+        "calibrated_mean": mean[CALIBRATED],
+        "resharded_mean": mean[RESHARDED],
         "copies": float(np.mean(results[OURS].copies)),
         "fewest_copies": float(np.mean(results[OURS_FEWEST].copies)),
         "most_sent": max(results[OURS].most_sent),

@@ -27,23 +27,24 @@ class FSSDPConfig:
     """Iterations whose measured loads are averaged to predict the next iteration's."""
 
     fssdp_overlap_degree: str = "auto"
-    """Experts that may be copied to a rank while the layers before compute, free of charge (the
-    paper's t), or auto: from the measured times of this run."""
+    """The paper's t, a limit on copies by the time that could hide them. Planner load: experts that
+    may be copied at all. Planner gain: copies that a rank may receive. auto: no limit besides the
+    slots."""
 
     fssdp_ranks_per_node: int | None = None
-    """Ranks of the expert-parallel group that share a node, for copies that cross node borders
-    last. Default: from the launcher (LOCAL_WORLD_SIZE)."""
+    """Ranks that share a node, so that tokens and copies stay on their node where they can.
+    Default: from the launcher (LOCAL_WORLD_SIZE)."""
 
     fssdp_planner: Literal["gain", "load"] = "gain"
     """Which experts are copied, and where. gain: each slot goes to the copy that lowers the
     fullest rank most. load: the paper's algorithm 1, the most loaded experts first."""
 
     fssdp_balance_tolerance: float = 0.01
-    """Copy no more once the fullest rank is predicted to hold at most this fraction more tokens
-    than the mean."""
+    """Fraction by which the fullest rank may exceed the mean tokens: below it no further expert
+    is copied, and what is left of it is spent on keeping tokens on their node."""
 
     fssdp_log_plan: int = 0
-    """Iterations between two printed plans (replicas and predicted balance by layer); 0: none."""
+    """Iterations between two printed lines of balance, replicas and copied megabytes; 0: none."""
 
     fssdp_load_log: str | None = None
     """Folder to write each iteration's measured expert loads to (works with --moe-parallel ep

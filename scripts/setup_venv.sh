@@ -3,6 +3,7 @@
 # up to date. Usage: scripts/setup_venv.sh [python3.12-or-newer]
 set -euo pipefail
 cd "$(dirname "$0")/.."
+transformer_engine=2.20.2
 
 is_new_enough() {
     "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' 2>/dev/null
@@ -37,4 +38,7 @@ echo "setup: making .venv with $("$python" --version); a first install takes a f
 "$python" -m venv --clear .venv
 .venv/bin/pip install --quiet --disable-pip-version-check -r requirements.txt
 .venv/bin/pip install --quiet --disable-pip-version-check --no-deps --editable .
+# The Python part of Transformer Engine, for tests/te_stub. Aside: Megatron uses what it can import.
+.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --target .venv/te \
+    "transformer-engine==$transformer_engine"
 echo "$wanted" >"$stamp"

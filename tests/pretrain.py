@@ -22,7 +22,7 @@ MODEL_FLAGS = (
     " --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-decay-iters 8 --mock-data"
     " --tokenizer-type NullTokenizer --vocab-size 64 --split 100,0,0 --eval-iters 0"
     " --eval-interval 1000 --num-workers 0 --log-interval 1"
-).split()
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def pretrain(
     """Train a tiny MoE; `entry` is what torchrun runs, seen from the repository's root."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(world_size), *entry]
-    command += [*MEGATRON_FLAGS, *MODEL_FLAGS, *flags]
+    command += [*MEGATRON_FLAGS, *MODEL_FLAGS.split(), *flags]
     done = subprocess.run(
         command,
         cwd=ROOT,

@@ -57,6 +57,8 @@ def grouped_linear(
     if rows.shape[0] and has_grouped_gemm(rows, weights[0]):
         stack_SKN = torch.stack(list(weights)).transpose(1, 2)
         return torch.nn.functional.grouped_mm(rows, stack_SKN, offs=groups.offsets_S)
+    if len(weights) == 1:
+        return rows @ weights[0].t()
     parts = rows.split(groups.counts_S.tolist())
     return torch.cat([part @ weight.t() for part, weight in zip(parts, weights, strict=True)])
 

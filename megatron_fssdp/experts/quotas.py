@@ -3,8 +3,9 @@
 Static shapes and no host synchronisation: nothing here asks the device for a number. Whole-number
 sums only, so the order in which a device adds does not matter, and every rank gets the same.
 
-Torch operations of one call, with the usual three forests (`tests/experts` counts them): about
-900 for a plan with spares, 350 for one whose replicas form a single forest.
+Torch operations of one call (a test counts them): about 1,150 for a plan with spares, which has
+two forests, and 600 for one whose replicas form a single forest. All are small; a CUDA graph, or
+`planning.quotas` on the host where its synchronisation does not matter, may take less time.
 
 Shape letters as in `planning.quota_tables`: R ranks, M nodes, E experts, I instances of an expert,
 X replicated experts, N their instances in one list, V ranks and replicated experts.
@@ -150,7 +151,9 @@ def _balance(
     total = load_E.sum()
     mean = _floor_divide(total + num_ranks - 1, num_ranks)
     allowed = (tolerance * total.double() / num_ranks).long()
-    goal = mean + torch.maximum(mean >> GOOD_ENOUGH_SHIFT, allowed)
+    num_replicas = len(tables.number_N) - len(tables.first_X)
+    good_enough = (mean >> GOOD_ENOUGH_SHIFT).clamp(max=num_replicas)
+    goal = mean + torch.maximum(good_enough, allowed)
     # Shares of the own node's tokens, the rest evenly.
     counts_MX = _sum_rows(counts_RX, tables)
     share_N = _floor_divide(counts_MX[tables.node_N, tables.expert_N], tables.peers_N)

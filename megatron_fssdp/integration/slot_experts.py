@@ -19,7 +19,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch.func import functional_call
 
-from megatron_fssdp.experts.compute import RowGroups, grouped_linear
+from megatron_fssdp.experts.compute import RowGroups, grouped_linear, has_grouped_gemm
 from megatron_fssdp.experts.materialize import SlotWeights
 
 
@@ -105,10 +105,11 @@ class _SlotLinear(torch.nn.Module):
 
 
 class LocalSlotExperts:
-    """SequentialMLP's experts as one MLP over grouped matrix products.
+    """SequentialMLP's experts as one MLP whose weights are supplied.
 
     Megatron's own `MLP.forward` runs, with its activations and fusions; only its two linear
-    layers are replaced.
+    layers are replaced. Where a grouped GEMM pays, all slots go through it in one call, else one
+    after the other, as SequentialMLP does: on CPUs that saves copying the wide activations.
     """
 
     def __init__(self, experts: SequentialMLP, groups: ProcessGroupCollection) -> None:
@@ -141,6 +142,27 @@ class LocalSlotExperts:
         if config.moe_apply_probs_on_input:
             rows = (probs.unsqueeze(-1) * rows).to(rows.dtype)
             probs = torch.ones_like(probs)
+        if has_grouped_gemm(rows, weights[0][0]):
+            return self._run(rows, tokens_per_slot, probs, weights)
+        counts = tokens_per_slot.tolist()
+        parts = zip(rows.split(counts), tokens_per_slot.split(1), probs.split(counts), strict=True)
+        return torch.cat(
+            [
+                self._run(slot_rows, slot_count, slot_probs, [slot_weights])
+                for (slot_rows, slot_count, slot_probs), slot_weights in zip(
+                    parts, weights, strict=True
+                )
+            ]
+        )
+
+    def _run(
+        self,
+        rows: torch.Tensor,
+        tokens_per_slot: torch.Tensor,
+        probs: torch.Tensor,
+        weights: SlotWeights,
+    ) -> torch.Tensor:
+        """Run some slots at once."""
         by_name = dict(zip(self.names, zip(*weights, strict=True), strict=True))
         groups = RowGroups(tokens_per_slot, rows.device)
 
@@ -153,7 +175,7 @@ class LocalSlotExperts:
         linears = (self.mlp.linear_fc1, self.mlp.linear_fc2)
         linears[0].bind(by_name["linear_fc1.weight"], groups, bias_rows("linear_fc1.bias"))
         linears[1].bind(by_name["linear_fc2.weight"], groups, fc2_bias)
-        output, _ = self.mlp(rows, per_token_scale=probs)
+        output: torch.Tensor = self.mlp(rows, per_token_scale=probs)[0]
         for linear in linears:
             linear.release()
         return output
@@ -178,6 +200,7 @@ class TESlotExperts:
         # "linear_fc1.weight3" is expert 3's fc1: one family of names per weight of an expert.
         families = list(dict.fromkeys(re.sub(r"\d+$", "", name) for name in named))
         self.families = families
+        _check_names(experts, families, experts.num_local_experts)
         self.owned_weights = [
             [named[f"{family}{index}"] for family in families]
             for index in range(experts.num_local_experts)
@@ -186,9 +209,12 @@ class TESlotExperts:
         # No memory and no random numbers for parameters that are never used, and no fused
         # gradient accumulation: a slot's gradient leaves through autograd (see materialize.py).
         config.init_model_with_meta_device = True
+        config.use_cpu_initialization = False  # it would win over the meta device
         config.perform_initialization = False
         config.gradient_accumulation_fusion = False
         self.module = builder(num_slots, config, pg_collection=groups)
+        # functional_call would not notice a weight that it is given in vain, or that it lacks.
+        _check_names(self.module, families, num_slots)
 
     def __call__(
         self,
@@ -205,3 +231,16 @@ class TESlotExperts:
         }
         output, _ = functional_call(self.module, supplied, (rows, tokens_per_slot, probs))
         return output
+
+
+def _check_names(module: torch.nn.Module, families: list[str], count: int) -> None:
+    """Prove that a module's parameters are `count` of each family."""
+    found = {name for name, _ in module.named_parameters()}
+    wanted = {f"{family}{index}" for family in families for index in range(count)}
+    if found != wanted:
+        raise RuntimeError(
+            f"the parameters of {type(module).__name__} with {count} experts are not named as "
+            f"--moe-parallel fssdp expects: it misses {sorted(wanted - found)} and does not know "
+            f"{sorted(found - wanted)}; this version of transformer-engine or megatron-core is "
+            "not supported by megatron-fssdp"
+        )

@@ -53,13 +53,17 @@ def place_replicas(
     held = {expert * num_ranks + rank for expert, rank in there}
     placed: list[Replica] = []
     while donors and room:
-        donor, at = _match(donors, room, num_ranks)
-        code = donors.pop(donor)
+        above_top = (room[-1] // num_ranks + 1) * num_ranks
+        fits_whole = donors[0] < above_top
+        # The largest donor that some receiver can take whole; or the largest of all.
+        code = donors.pop(bisect_left(donors, above_top) - 1 if fits_whole else -1)
         excess, giver = code // num_ranks, code % num_ranks
         owned = owned_R[giver]
         expert = max(owned, key=load_E.__getitem__)
-        takers = _cut_down(excess, load_E[expert], expert, room, held, num_ranks)
-        if takers:
+        if fits_whole:
+            at = bisect_left(room, excess * num_ranks)
+        else:
+            takers = _cut_down(excess, load_E[expert], expert, room, held, num_ranks)
             for free, taker in takers:
                 free_R[taker] -= 1
                 load_R[taker] = target
@@ -68,8 +72,10 @@ def place_replicas(
                 load_R[giver] -= free
                 held.add(expert * num_ranks + taker)
                 placed.append((expert, taker))
-            insort(donors, excess * num_ranks + giver)
-            continue
+            if takers:
+                insort(donors, excess * num_ranks + giver)
+                continue
+            at = _best_pair(room, excess, num_ranks)
         taker = room[at] % num_ranks
         if expert * num_ranks + taker in held:
             expert, at = _other_pair(owned, load_E, room, at, num_ranks, held)
@@ -99,20 +105,6 @@ def place_replicas(
     return placed
 
 
-def _match(donors: list[int], room: list[int], num_ranks: int) -> tuple[int, int]:
-    """Choose a donor and a receiver; return their indices."""
-    above_top = (room[-1] // num_ranks + 1) * num_ranks
-    if donors[0] < above_top:
-        # The largest donor that fits somewhere, and where it fits best.
-        donor = bisect_left(donors, above_top) - 1
-        return donor, bisect_left(room, donors[donor] // num_ranks * num_ranks)
-    excess = donors[-1] // num_ranks
-    at = len(room) - 1
-    if at and excess <= (room[-1] // num_ranks) + room[-2] // num_ranks:
-        at = _best_pair(room, excess, num_ranks)
-    return len(donors) - 1, at
-
-
 def _cut_down(
     excess: int, left: int, expert: int, room: list[int], held: set[int], num_ranks: int
 ) -> list[tuple[int, int]]:
@@ -136,7 +128,10 @@ def _cut_down(
 
 
 def _best_pair(room: list[int], excess: int, num_ranks: int) -> int:
-    """Return the roomier of the two receivers that together fit the excess most closely."""
+    """Return the roomier of the two receivers that together fit the excess most closely.
+
+    Without such a pair it is the emptiest receiver.
+    """
     low, high = 0, len(room) - 1
     best, least = high, -1
     while low < high:

@@ -9,6 +9,9 @@ from megatron_fssdp.planning.plan import Int64Array
 from megatron_fssdp.planning.spares import place_spares
 from megatron_fssdp.planning.topology import Topology
 
+# With spares, replicas first aim at this tolerance if the wanted one is looser: slots are filled
+# anyway, and ranks that end nearer the mean stand more drift.
+SPARE_TOLERANCE = 0.003
 # Targets tried when the wanted one cannot be met within the budget.
 TARGET_TRIES = 6
 
@@ -144,9 +147,10 @@ def materialize_by_gain(
     """
     num_layers, num_ranks = len(owner_LE), topology.num_ranks
     limit = num_ranks * num_replica_slots if most_replicas is None else most_replicas
+    aim = tolerance if spare_tokens is None else min(tolerance, SPARE_TOLERANCE)
     load_LR = _sum_by_owner(load_LE, owner_LE, num_ranks)
     placed_LR = load_LR.copy()
-    replicas: list[tuple[int, int, int]] = []
+    placed_L: list[list[tuple[int, int]]] = []
     free_LR = np.full((num_layers, num_ranks), num_replica_slots)
     owned_by: dict[bytes, list[list[int]]] = {}
     for layer, (load, load_R) in enumerate(zip(load_LE.tolist(), load_LR.tolist(), strict=True)):
@@ -155,14 +159,14 @@ def materialize_by_gain(
         # Most layers share one sharding; listing what each rank owns is made once for them.
         owned_by[owner_E.tobytes()] = owned_R
         placed, placed_R = _materialize_layer(
-            load, owned_R, load_R, num_replica_slots, tolerance, limit
+            load, owned_R, load_R, num_replica_slots, tolerance, aim, limit
         )
-        replicas += [(layer, expert, rank) for expert, rank in placed]
+        placed_L.append(placed)
         if placed:
             placed_LR[layer] = placed_R
         else:
             free_LR[layer] = 0
-    replicas_N3 = np.array(replicas, dtype=np.int64).reshape(-1, 3)
+    replicas_N3 = _join(placed_L)
     if spare_tokens is None:
         return replicas_N3
     used = replicas_N3[:, 0] * num_ranks + replicas_N3[:, 2]
@@ -188,6 +192,13 @@ def _sum_by_owner(load_LE: Int64Array, owner_LE: Int64Array, num_ranks: int) -> 
     return load.astype(np.int64).reshape(num_layers, num_ranks)
 
 
+def _join(placed_L: list[list[tuple[int, int]]]) -> Int64Array:
+    """(N, 3) layer, expert and rank of all layers' replicas; from one flat list, for speed."""
+    flat = [number for placed in placed_L for pair in placed for number in pair]
+    layer = np.repeat(np.arange(len(placed_L)), [len(placed) for placed in placed_L])
+    return np.column_stack([layer, np.array(flat, dtype=np.int64).reshape(-1, 2)])
+
+
 def _owned(owner_E: Int64Array, num_ranks: int) -> list[list[int]]:
     """List each rank's experts."""
     owned_R: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -202,6 +213,7 @@ def _materialize_layer(
     load_R: list[int],
     num_slots: int,
     tolerance: float,
+    aim: float,
     limit: int,
 ) -> tuple[list[tuple[int, int]], list[int]]:
     """Place one layer's replicas; relax the target as far as slots and budget demand.
@@ -211,8 +223,11 @@ def _materialize_layer(
     """
     total = sum(load_R)
     fullest = max(load_R)
-    wanted = max(int(total / len(load_R) * (1 + tolerance)), -(-total // len(load_R)))
-    if fullest <= wanted or not num_slots or not limit:
+    balanced, wanted = (
+        max(int(total / len(load_R) * (1 + part)), -(-total // len(load_R)))
+        for part in (tolerance, aim)
+    )
+    if fullest <= balanced or not num_slots or not limit:
         return [], load_R
     low, high, target = wanted, fullest, wanted
     best: tuple[int, list[tuple[int, int]], list[int]] = (fullest, [], load_R)

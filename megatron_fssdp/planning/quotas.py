@@ -18,7 +18,8 @@ from megatron_fssdp.planning.quota_tables import QuotaTables, quota_tables
 
 # Steps of `equalize` if `turns` does not say: it stops at the optimum, long before this.
 MAX_STEPS = 1000
-# One token in 2^11 above the mean is good enough.
+# A fullest rank of one token in 2^11 more than the mean is good enough, if that is no more than one
+# token per replica.
 GOOD_ENOUGH_SHIFT = 11
 
 
@@ -76,7 +77,9 @@ def balance(
     share_N, quota_N = _node_shares(counts_RX, load_E[tables.expert_X], tables)
     total = int(load_E.sum())
     mean = -(-total // tables.num_ranks)
-    goal = mean + max(mean >> GOOD_ENOUGH_SHIFT, int(tolerance * total / tables.num_ranks))
+    num_replicas = len(tables.rank_N) - len(tables.expert_X)
+    good_enough = min(mean >> GOOD_ENOUGH_SHIFT, num_replicas)
+    goal = mean + max(good_enough, int(tolerance * total / tables.num_ranks))
     steps = MAX_STEPS if turns is None else turns * len(tables.forests)
     quota_N = equalize(quota_N, base_R, tables, goal, steps)
     quota_N = localize(quota_N, share_N, base_R, tables, goal)

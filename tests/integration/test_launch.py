@@ -55,7 +55,7 @@ def launch(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def parse(script: Path, *flags: str) -> dict:
-    done = launch(str(script), *MEGATRON_FLAGS, *MODEL_FLAGS, "--train-iters", "1", *flags)
+    done = launch(str(script), *MEGATRON_FLAGS, *MODEL_FLAGS.split(), "--train-iters", "1", *flags)
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
     return json.loads(line.removeprefix("RESULT"))
@@ -80,7 +80,7 @@ def test_plain_ep_does_not_import_our_layer(script: Path) -> None:
 
 def test_launcher_stops_on_a_bad_flag(script: Path) -> None:
     flags = ["--moe-parallel", "fssdp", "--fssdp-num-replica-slots", "3"]
-    done = launch(str(script), *MEGATRON_FLAGS, *MODEL_FLAGS, "--train-iters", "1", *flags)
+    done = launch(str(script), *MEGATRON_FLAGS, *MODEL_FLAGS.split(), "--train-iters", "1", *flags)
     assert done.returncode == 1
     assert "--fssdp-num-replica-slots 3 is more than the 2 experts" in done.stderr
 
@@ -109,6 +109,6 @@ def test_launched_fssdp_trains_like_plain_ep() -> None:
 
 
 def test_pretrain_refuses_what_it_lacks() -> None:
-    job = pretrain("--train-iters", "1", "--mtp-num-layers", "1")
+    job = pretrain("--train-iters", "1", "--sft")
     assert job.status == 1
-    assert "--mtp-num-layers 1 is not supported by this pretrain_gpt.py" in job.output
+    assert "--sft is not supported by this pretrain_gpt.py" in job.output

@@ -21,8 +21,8 @@ def test_algorithm_2_by_hand():
 
     Layer 1 has the more loaded cold expert (30), so it goes first: 30 to rank 0, 20 to rank 1
     (emptier), 10 to rank 1 (20 < 30). Layer 0: 9 to the emptier rank; both are at 0, rank 1 has
-    fewer free slots (2 against 3): rank 1. Then 8 to rank 0, 7 to rank 0 (8 < 9). Then the hot ones:
-    layer 0's stays with its owner 0 (one slot left there), layer 1's owner 1 has one left too.
+    fewer free slots (2 against 3): rank 1. Then 8 to rank 0, 7 to rank 0 (8 < 9). Then the hot
+    ones: both stay with their owners, 0 and 1, who have one slot left each.
     """
     load_LE = np.array([[100, 9, 8, 7], [10, 20, 30, 100]], dtype=np.int64)
     owner_LE = shard_evenly(2, 4, 2)

@@ -28,19 +28,22 @@ def _make_importable() -> None:
     # that no framework is wanted yet, so that the missing compiled module is no warning.
     os.environ.update(NVTE_PROJECT_BUILDING="1", NVTE_FRAMEWORK="none")
     stub = importlib.import_module("transformer_engine_torch")
-    # Imported by TE's attention and its ONNX export, which nobody calls here; the first is not
-    # among our requirements, the second needs onnxscript, which is not either.
-    for name in ("einops", "transformer_engine.pytorch.onnx_extensions"):
-        if "." in name or importlib.util.find_spec(name) is None:
-            absent = types.ModuleType(name)
-            absent.__getattr__ = stub.__getattr__  # type: ignore[method-assign]
-            sys.modules[name] = absent
+    # TE's ONNX export needs onnxscript and its attention einops. Neither is a requirement of ours,
+    # and nobody calls them here.
+    absent = ["transformer_engine.pytorch.onnx_extensions"]
+    if importlib.util.find_spec("einops") is None:
+        absent.append("einops")
+    for name in absent:
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__getattr__ = stub.__getattr__  # type: ignore[method-assign]
     common = importlib.import_module("transformer_engine.common")
     # It would load the compiled module from a file; `import transformer_engine_torch` finds ours.
     common.load_framework_extension = lambda framework: None
     importlib.import_module("transformer_engine.pytorch")
-    # Megatron falls back to torch's optimizers and norms without TE's, whose kernels are absent.
-    # `transformer_engine.pytorch.optimizers` stays an attribute.
+    if "einops" in absent:
+        del sys.modules["einops"]  # Megatron asks too
+    # TE's optimizers are kernels. Without them Megatron falls back to torch's, and to its own
+    # norms; `transformer_engine.pytorch.optimizers` stays an attribute.
     sys.modules["transformer_engine.pytorch.optimizers"] = None  # type: ignore[assignment]
 
 
@@ -62,7 +65,7 @@ def _answer_cuda_calls() -> None:
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         # It refuses to be built without a CUDA device.
-        with mock.patch.object(torch.cuda, "is_available", lambda: True):
+        with mock.patch.object(torch.cuda, "is_available", return_value=True):
             stock_init(self, *args, **kwargs)
 
     def prepare_forward(self: Any, inp: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Stands in for Transformer Engine's compiled module; TE's own Python runs above it, on a CPU.
 
-Real here: the enums whose members TE compares with its own at import, and the grouped matrix
-product that `GroupedLinear` calls. Every other name of the module is answered with an absent
-class: TE mentions some two hundred while it is imported (in type hints, in tables of kernels), and
-a call of one fails with its name.
+Real here: the enums whose members TE compares with its own at import, the grouped matrix product
+that `GroupedLinear` calls, and the plain one that Megatron's router calls. Every other name of the
+module is answered with an absent class: TE mentions some two hundred while it is imported (in type
+hints, in tables of kernels), and a call of one fails with its name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 # `from transformer_engine_torch import *` must not ask for absent names.
-__all__ = ["DType", "get_num_cublas_streams", "te_general_grouped_gemm"]
+__all__ = ["DType", "generic_gemm", "get_num_cublas_streams", "te_general_grouped_gemm"]
 
 
 class DType(enum.IntEnum):
@@ -28,6 +28,13 @@ class DType(enum.IntEnum):
     kFloat8E4M3 = 7
     kFloat8E5M2 = 8
     kFloat4E2M1 = 10
+
+
+_TORCH_DTYPE = {
+    DType.kFloat32: torch.float32,
+    DType.kFloat16: torch.float16,
+    DType.kBFloat16: torch.bfloat16,
+}
 
 
 class NVTE_Fused_Attn_Backend(enum.IntEnum):  # noqa: N801
@@ -67,6 +74,31 @@ def get_num_cublas_streams() -> int:
     return 1
 
 
+def _product(A: torch.Tensor, transa: bool, B: torch.Tensor, transb: bool) -> torch.Tensor:
+    """Return op(B) @ op(A): cuBLAS counts columns first. No row in common: zeros."""
+    return (B.t() if transb else B) @ (A.t() if transa else A)
+
+
+def generic_gemm(
+    A: torch.Tensor,
+    transa: bool,
+    B: torch.Tensor,
+    transb: bool,
+    D: torch.Tensor | None,
+    quantizer: None,
+    out_dtype: DType,
+    bias: torch.Tensor | None,
+    *options: Any,
+    **more_options: Any,
+) -> tuple[torch.Tensor, None, None, None]:
+    """Compute one product in `out_dtype`: the router's logits, and their gradients."""
+    if D is not None or quantizer is not None:
+        raise NotImplementedError("the stub's plain product has no given output and no quantizer")
+    dtype = _TORCH_DTYPE[out_dtype]
+    product = _product(A.to(dtype), transa, B.to(dtype), transb)
+    return product if bias is None else product + bias, None, None, None
+
+
 def te_general_grouped_gemm(
     A: list[torch.Tensor],
     transa: bool,
@@ -96,7 +128,7 @@ def te_general_grouped_gemm(
         raise NotImplementedError("the stub's grouped product has no GELU")
     outputs = D[0].split(m_splits) if single_output else D
     for a, b, out, group_bias in zip(A, B, outputs, bias, strict=True):
-        product = (b.t() if transb else b) @ (a.t() if transa else a)
+        product = _product(a, transa, b, transb)
         if group_bias.numel() and grad:
             group_bias.copy_(b.sum(0))
         elif group_bias.numel():

@@ -1,0 +1,1 @@
+"""What the `fssdp` command does, as plain functions."""

@@ -1,0 +1,104 @@
+"""The flags: their names are frozen here, and Megatron's own parser reads them."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from dataclasses import fields
+
+import pytest
+from megatron.training.arguments import add_megatron_arguments
+
+from megatron_fssdp.config import FSSDPConfig, flag_of
+from megatron_fssdp.integration.arguments import add_arguments, parse_moe_parallel
+
+FLAGS = {
+    "--moe-parallel": "ep",
+    "--fssdp-num-replica-slots": 2,
+    "--fssdp-prediction-window": 5,
+    "--fssdp-overlap-degree": "auto",
+    "--fssdp-ranks-per-node": None,
+    "--fssdp-planner": "gain",
+    "--fssdp-balance-tolerance": 0.01,
+    "--fssdp-log-plan": 0,
+    "--fssdp-load-log": None,
+}
+
+
+@pytest.fixture(scope="module")
+def parser() -> ArgumentParser:
+    return add_arguments(add_megatron_arguments(ArgumentParser(allow_abbrev=False)))
+
+
+def test_flags_and_defaults_are_frozen() -> None:
+    ours = add_arguments(ArgumentParser())
+    flags = {flag for flag in ours._option_string_actions if flag not in ("-h", "--help")}
+    assert flags == set(FLAGS)
+    assert {flag_of(field.name): field.default for field in fields(FSSDPConfig)} == FLAGS
+
+
+def test_every_flag_has_help(parser: ArgumentParser) -> None:
+    for flag in FLAGS:
+        assert len(parser._option_string_actions[flag].help or "") > 40, flag
+    parser.format_help()  # a stray percent sign would raise here
+
+
+def test_defaults_are_plain_ep(parser: ArgumentParser) -> None:
+    assert FSSDPConfig.from_args(parser.parse_args([])) == FSSDPConfig()
+
+
+def test_values_are_plain_and_typed(parser: ArgumentParser) -> None:
+    """Megatron stores them in checkpoints and loads them under an allow-list of types."""
+    words = (
+        "--moe-parallel fssdp --fssdp-num-replica-slots 3 --fssdp-prediction-window 7"
+        " --fssdp-overlap-degree 4 --fssdp-ranks-per-node 8 --fssdp-planner load"
+        " --fssdp-balance-tolerance 0.1 --fssdp-log-plan 10 --fssdp-load-log runs/x"
+    )
+    config = FSSDPConfig.from_args(parser.parse_args(words.split()))
+    values = [getattr(config, field.name) for field in fields(config)]
+    assert values == ["fssdp", 3, 7, "4", 8, "load", 0.1, 10, "runs/x"]
+    assert {type(value) for value in values} == {str, int, float}
+    assert config.overlap_degree == 4
+    assert FSSDPConfig().overlap_degree is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--moe-parallel fsdp", "invalid choice: 'fsdp'"),
+        ("--fssdp-planner best", "invalid choice: 'best'"),
+        ("--fssdp-num-replica-slots many", "invalid int value: 'many'"),
+        ("--fssdp-num-replica-slot 2", "unrecognized arguments"),
+    ],
+)
+def test_parser_refuses(
+    words: str, message: str, parser: ArgumentParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parser.parse_args(words.split())
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fssdp_num_replica_slots": -1}, "--fssdp-num-replica-slots is -1; use 0 or more."),
+        ({"fssdp_prediction_window": 0}, "--fssdp-prediction-window is 0; use 1 or more."),
+        ({"fssdp_ranks_per_node": 0}, "--fssdp-ranks-per-node is 0; use 1 or more."),
+        ({"fssdp_balance_tolerance": -0.1}, "--fssdp-balance-tolerance is -0.1; use 0 or more."),
+        ({"fssdp_balance_tolerance": float("nan")}, "--fssdp-balance-tolerance is nan"),
+        ({"fssdp_log_plan": -1}, "--fssdp-log-plan is -1; use 0 or more."),
+        ({"fssdp_overlap_degree": "-1"}, "use auto or a whole number, 0 or more."),
+        ({"fssdp_overlap_degree": "some"}, "--fssdp-overlap-degree is 'some'"),
+        ({"moe_parallel": "dp"}, "--moe-parallel is 'dp'; use ep or fssdp."),
+        ({"fssdp_planner": "best"}, "--fssdp-planner is 'best'; use gain or load."),
+    ],
+)
+def test_config_refuses(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
+        FSSDPConfig(**settings)
+
+
+def test_moe_parallel_is_found_among_other_flags() -> None:
+    assert parse_moe_parallel(["--x", "1", "--moe-parallel", "fssdp", "--y"]) == "fssdp"
+    assert parse_moe_parallel(["--moe-parallel=fssdp"]) == "fssdp"
+    assert parse_moe_parallel(["--yaml-cfg", "a.yaml"]) == "ep"

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from argparse import ArgumentParser
+
+import pytest
+from megatron.training.arguments import add_megatron_arguments
+
+from megatron_fssdp.config import FSSDPConfig
+from megatron_fssdp.integration.arguments import add_arguments
+from megatron_fssdp.integration.validate import RULES, validate
+
+MOE = "--moe-parallel fssdp --num-experts 8 --expert-model-parallel-size 4"
+GOOD = f"{MOE} --moe-token-dispatcher-type alltoall"
+
+# One command line that each rule refuses.
+BAD = {
+    "spec": "--spec my_package my_spec",
+    "hybrid_layer_pattern": "--hybrid-layer-pattern M*E",
+    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path x.json",
+    "transformer_impl": "--transformer-impl inference_optimized",
+    "moe_use_upcycling": "--moe-use-upcycling",
+    "perform_rl_step": "--perform-rl-step",
+    "moe_expert_capacity_factor": "--moe-expert-capacity-factor 1.5",
+    "moe_pad_expert_input_to_capacity": "--moe-pad-expert-input-to-capacity",
+    "moe_expert_rank_capacity_factor": "--moe-expert-rank-capacity-factor 1.5",
+    "moe_router_padding_for_quantization": "--moe-router-padding-for-quantization",
+    "moe_router_padding_for_fp8": "--moe-router-padding-for-fp8",
+    "moe_token_dispatcher_type": "--moe-token-dispatcher-type flex",
+    "moe_latent_size": "--moe-latent-size 64",
+    "moe_shared_expert_overlap": "--moe-shared-expert-overlap",
+    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
+    "delay_wgrad_compute": "--delay-wgrad-compute",
+    "overlap_dispatch_backward_with_experts_wgrad": (
+        "--overlap-dispatch-backward-with-experts-wgrad"
+    ),
+    "cuda_graph_impl": "--cuda-graph-impl transformer_engine",
+    "offload_modules": "--offload-modules core_attn expert_fc1",
+    "moe_paged_stash": "--moe-paged-stash",
+    "expert_tensor_parallel_size": "--expert-tensor-parallel-size 2",
+    "moe_single_grouped_weight": "--moe-single-grouped-weight",
+    "moe_single_grouped_bias": "--moe-single-grouped-bias",
+    "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser",
+    "moe_mlp_glu_interleave_size": "--moe-mlp-glu-interleave-size 32",
+    "fp8": "--fp8-format hybrid",
+    "fp4": "--fp4-format e2m1",
+    "use_megatron_fsdp": "--use-megatron-fsdp",
+    "use_torch_fsdp2": "--use-torch-fsdp2",
+    "optimizer": "--optimizer muon",
+}
+# Megatron's validate_args computes it; its flag has another field.
+COMPUTED = {"expert_gtp_weight_remat_size"}
+
+
+@pytest.fixture(scope="module")
+def parser() -> ArgumentParser:
+    return add_arguments(add_megatron_arguments(ArgumentParser(allow_abbrev=False)))
+
+
+def test_every_rule_names_a_flag_of_this_megatron(parser: ArgumentParser) -> None:
+    for rule in RULES:
+        action = parser._option_string_actions[rule.flag]
+        assert rule.name in COMPUTED or action.dest == rule.name
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {rule.name for rule in RULES} - COMPUTED == set(BAD)
+    assert len({rule.name for rule in RULES}) == len(RULES)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_unsupported_flag_is_refused(name: str, parser: ArgumentParser) -> None:
+    (rule,) = [rule for rule in RULES if rule.name == name]
+    # On a clean command line the rule is quiet.
+    assert validate(parser.parse_args(GOOD.split())).moe_parallel == "fssdp"
+    with pytest.raises(ValueError, match="does not work with") as caught:
+        validate(parser.parse_args(f"{GOOD} {BAD[name]}".split()))
+    message = str(caught.value)
+    assert message.startswith("--moe-parallel fssdp does not work with --")
+    # What was given, word for word, the reason, the way out; one sentence.
+    assert BAD[name] in message
+    assert rule.reason in message
+    assert rule.way_out in message
+    assert message.endswith(", or use --moe-parallel ep.")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_plain_ep_is_never_refused(name: str, parser: ArgumentParser) -> None:
+    ep = GOOD.replace("--moe-parallel fssdp ", "")
+    assert validate(parser.parse_args(f"{ep} {BAD[name]}".split())) == FSSDPConfig()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--moe-parallel fssdp",
+            "--moe-parallel fssdp balances the experts of MoE layers, and --num-experts is not "
+            "given; give it, or drop --moe-parallel fssdp.",
+        ),
+        (
+            "--moe-parallel fssdp --num-experts 8",
+            "--moe-parallel fssdp has nothing to balance with --expert-model-parallel-size 1, "
+            "where every rank holds every expert; use 2 or more, or --moe-parallel ep.",
+        ),
+        (
+            "--moe-parallel fssdp --num-experts 9 --expert-model-parallel-size 4",
+            "--num-experts 9 is not a multiple of --expert-model-parallel-size 4; "
+            "change one of them.",
+        ),
+        (
+            f"{MOE} --fssdp-num-replica-slots 7",
+            "--fssdp-num-replica-slots 7 is more than the 6 experts that a rank does not own "
+            "(--num-experts 8, --expert-model-parallel-size 4); use 0 to 6.",
+        ),
+        (MOE, "--moe-parallel fssdp does not work with --moe-token-dispatcher-type"),
+    ],
+)
+def test_sizes(flags: str, message: str, parser: ArgumentParser) -> None:
+    args = parser.parse_args(flags.split())
+    if flags == MOE:
+        args.moe_token_dispatcher_type = "new-in-0.21"
+    with pytest.raises(ValueError, match="-") as caught:
+        validate(args)
+    assert str(caught.value).startswith(message)
+
+
+def test_all_spare_slots_are_allowed(parser: ArgumentParser) -> None:
+    args = parser.parse_args(f"{GOOD} --fssdp-num-replica-slots 6".split())
+    assert validate(args).fssdp_num_replica_slots == 6

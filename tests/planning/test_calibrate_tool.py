@@ -1,0 +1,38 @@
+"""`fssdp calibrate`: what it writes can be read, alone and with several ranks."""
+
+from __future__ import annotations
+
+from megatron_fssdp.planning.cost import ComputeRate
+from megatron_fssdp.planning.topology import NETWORK, LinkClass, read_cluster, read_topology
+from megatron_fssdp.tools.calibrate import calibrate
+from tests.ranks import run_ranks
+
+SIZES = {"hidden_size": 32, "ffn_size": 16, "rows": (1, 8), "large_bytes": 1 << 16}
+
+
+def calibrate_rank(folder):
+    return calibrate(f"{folder}/cluster.yaml", **SIZES)
+
+
+def test_two_ranks_measure_their_link(tmp_path):
+    run_ranks(2, calibrate_rank, str(tmp_path))
+    values = read_cluster(tmp_path / "cluster.yaml")
+    assert values["measured"] == ["compute", "intra_node"]
+    topology = read_topology(tmp_path / "cluster.yaml")
+    assert topology.node_of_rank == (0, 0)
+    assert topology.intra_node.bytes_per_s > 0
+    assert topology.inter_node == NETWORK
+    rate = ComputeRate.from_mapping(values["compute"])
+    assert [rows for rows, _ in rate.rate_by_rows] == [1, 8]
+    assert rate.flops_per_s == max(rate for _, rate in rate.rate_by_rows)
+
+
+def test_one_process_asks_for_a_local_link(tmp_path, monkeypatch):
+    """The two processes that measure it are left out here: they take seconds to import torch."""
+    link = LinkClass(bytes_per_s=1e9, latency_s=1e-6)
+    monkeypatch.setattr("megatron_fssdp.tools.calibrate._measure_local_link", lambda _: link)
+    values = calibrate(tmp_path / "cluster.yaml", name="here", **SIZES)
+    assert values["name"] == "here"
+    topology = read_topology(tmp_path / "cluster.yaml")
+    assert topology.num_ranks == 1
+    assert topology.inter_node == NETWORK

@@ -1,0 +1,60 @@
+"""What the README says is so: flags, files, commands."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_fssdp import config as config_module
+from megatron_fssdp.config import FSSDPConfig, flag_of
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def flags_table() -> str:
+    """Build the README's flags table from the settings and their help."""
+    tree = ast.parse(Path(config_module.__file__).read_text(encoding="utf-8"))
+    body = next(node for node in tree.body if isinstance(node, ast.ClassDef)).body
+    helps = {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in zip(body, body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+    }
+    lines = ["| flag | default | |", "| --- | --- | --- |"]
+    for field in dataclasses.fields(FSSDPConfig):
+        default = "none" if field.default is None else field.default
+        lines.append(f"| `{flag_of(field.name)}` | {default} | {helps[field.name]} |")
+    return "\n".join(lines)
+
+
+def test_flags_table_is_current() -> None:
+    assert flags_table() in README, f"the README's flags table should be\n\n{flags_table()}\n"
+
+
+def test_linked_and_named_files_exist() -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+    targets += [f"megatron_fssdp/{name}" for name in re.findall(r"`(\w+/\w+\.py)`", README)]
+    targets += re.findall(r"`(scripts/\w+\.py|docs/\w+\.md)`", README)
+    assert len(targets) > 10
+    for target in targets:
+        assert (ROOT / target).exists(), target
+
+
+@pytest.mark.parametrize("command", re.findall(r"^    make ([a-z-]+)", README, re.M))
+def test_make_targets_exist(command: str) -> None:
+    assert f"\n{command}: setup" in (ROOT / "Makefile").read_text()
+
+
+def test_readme_speaks_of_the_project_alone() -> None:
+    """No placeholder, no machine path, in any document."""
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("patches/*.md")):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"@[A-Z_]+@|TODO|/root/|/work/|/tmp/", text), path
