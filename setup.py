@@ -11,17 +11,19 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megatron_fssdp/version.py"
 setup(
     name="megatron-fssdp",
     version=VERSION,
-    description="Fully Sharded Sparse Data Parallelism for Mixture-of-Experts training in Megatron-LM",
+    description="Balanced Mixture-of-Experts training in Megatron-LM by sparse expert replication",
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_fssdp", "megatron_fssdp.*"]),
-    package_data={"megatron_fssdp": ["py.typed"]},
+    package_data={"megatron_fssdp": ["py.typed", "data/traces/*"]},
     install_requires=[
         "numpy>=1.26",
         "torch>=2.10",
         "megatron-core>=0.19,<0.20",
+        # Megatron's checkpoint writer imports it, and megatron-core does not list it.
+        "psutil>=5.9",
         "PyYAML>=6",
         "rich>=13",
         "typer>=0.12",

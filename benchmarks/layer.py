@@ -53,8 +53,8 @@ class Case:
     """A layer of one kind with one routing, and the seconds that its iterations took."""
 
     def __init__(self, moe_parallel: str, kind: str) -> None:
-        from megatron.core.models.gpt import moe_module_specs
         from megatron.core.models.backends import LocalSpecProvider
+        from megatron.core.models.gpt import moe_module_specs
 
         from megatron_fssdp.config import FSSDPConfig
         from megatron_fssdp.integration import spec
@@ -146,10 +146,9 @@ def measure(repeats: int) -> dict[str, Any]:
     for _ in range(3):  # warm up; FSSDP learns the loads
         for case in cases:
             case.run()
-    rounds = range(repeats)
-    if dist.get_rank() == 0:
-        rounds = track(rounds, description="timing", console=Console(stderr=True))
-    for _ in rounds:
+    # One bar, on rank 0's standard error.
+    console = Console(stderr=True, quiet=dist.get_rank() != 0)
+    for _ in track(range(repeats), description="timing", console=console):
         for case in cases:
             case.seconds.append(case.run())
     mean_tokens = TOKENS * TOPK

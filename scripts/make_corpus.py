@@ -94,37 +94,37 @@ def split_documents(texts: Iterator[str]) -> Iterator[bytes]:
 
 
 def write_domain(texts: Iterator[str], prefix: Path, max_bytes: int) -> tuple[int, int]:
-    """Write texts as one Megatron dataset until `max_bytes` tokens are there.
+    """Write texts as one Megatron dataset, cut off at `max_bytes` tokens.
 
-    The .idx file comes last, under its final name only when both files are complete.
+    Both files get their final names only when they are complete.
 
     Returns:
         the number of documents and the number of tokens.
 
     Raises:
-        RuntimeError: this Python has no such documents.
+        RuntimeError: this Python has no such texts.
     """
-    unfinished = prefix.with_name(prefix.name + ".partial")
     dtype = DType.optimal_dtype(VOCAB_SIZE)
-    builder = IndexedDatasetBuilder(f"{unfinished}.bin", dtype=dtype)
-    num_documents = num_tokens = 0
+    documents, num_tokens = [], 0
     for document in split_documents(texts):
         text = np.frombuffer(document[: max_bytes - num_tokens], dtype=np.uint8)
-        tokens = np.append(text.astype(dtype), dtype(END_OF_DOCUMENT))
-        builder.add_document(tokens, [len(tokens)])
-        num_documents += 1
-        num_tokens += len(tokens)
+        documents.append(np.append(text.astype(dtype), dtype(END_OF_DOCUMENT)))
+        num_tokens += len(documents[-1])
         if num_tokens >= max_bytes:
             break
-    if not num_documents:
+    if not documents:
         raise RuntimeError(
             f"no text for the domain {prefix.name!r} under {STDLIB}; install the full standard "
             "library (on Debian: apt-get install libpython3-stdlib)."
         )
+    unfinished = prefix.with_name(prefix.name + ".partial")
+    builder = IndexedDatasetBuilder(f"{unfinished}.bin", dtype=dtype)
+    for tokens in documents:
+        builder.add_document(tokens, [len(tokens)])
     builder.finalize(f"{unfinished}.idx")
     for suffix in (".bin", ".idx"):
         Path(f"{unfinished}{suffix}").replace(f"{prefix}{suffix}")
-    return num_documents, num_tokens
+    return len(documents), num_tokens
 
 
 def write_corpus(folder: Path, max_bytes_per_domain: int = DEFAULT_MAX_BYTES) -> dict[str, Path]:

@@ -24,7 +24,7 @@ find_python() {
 }
 
 stamp=.venv/.requirements.sha256
-wanted=$(cat requirements.txt setup.py | sha256sum)
+wanted=$(cat requirements.txt setup.py scripts/setup_venv.sh | sha256sum)
 if [[ -x .venv/bin/python && -f $stamp && $(<"$stamp") == "$wanted" ]]; then
     exit 0
 fi

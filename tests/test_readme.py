@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import re
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def flags_table() -> str:
     body = next(node for node in tree.body if isinstance(node, ast.ClassDef)).body
     helps = {
         field.target.id: " ".join(text.value.value.split())
-        for field, text in zip(body, body[1:], strict=False)
+        for field, text in itertools.pairwise(body)
         if isinstance(field, ast.AnnAssign)
         and isinstance(field.target, ast.Name)
         and isinstance(text, ast.Expr)

@@ -224,6 +224,7 @@ class TESlotExperts:
         weights: SlotWeights,
     ) -> torch.Tensor:
         """See `SlotExperts.__call__`."""
+        # TE asks slot 0 alone whether weights take gradients. A plan puts owned experts first.
         supplied = {
             f"{family}{slot}": weight
             for slot, slot_weights in enumerate(weights)

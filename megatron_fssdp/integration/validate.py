@@ -253,6 +253,13 @@ RULES: tuple[Rule, ...] = (
         way_out="train in bf16",
     ),
     Rule(
+        flag="--te-precision-config-file",
+        name="te_precision_config_file",
+        is_bad=_is_set,
+        reason="its recipes go by module names, which the replicas' experts lack",
+        way_out=_DROP,
+    ),
+    Rule(
         flag="--use-megatron-fsdp",
         name="use_megatron_fsdp",
         is_bad=_is_set,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_fssdp.planning.gain import place_replicas
-from megatron_fssdp.planning.plan import EMPTY, Int64Array, LayerPlan
+from megatron_fssdp.planning.plan import EMPTY, Int64Array, LayerPlan, build_slots
 from megatron_fssdp.planning.planner import PlanSettings
 from megatron_fssdp.planning.quotas import balance, rank_loads
 
@@ -87,22 +87,17 @@ def _extend(
         free_R[rank] -= 1
     added = place_replicas(load_E, owned_R, load_R.tolist(), target, free_R, kept)
     held = set(kept) | set(added)
-    for _, rank in added:
-        free_R[rank] -= 1
     for expert, rank, _ in replicas:
         if (expert, rank) not in held and free_R[rank] > 0:
             kept.append((expert, rank))
             free_R[rank] -= 1
+    rows = np.array([(0, expert, rank) for expert, rank in added + kept], dtype=np.int64)
+    most_owned = max(map(len, owned_R))
+    slots_LRS = build_slots(
+        plan.owner_E[None], rows.reshape(-1, 3), num_ranks, plan.num_slots - most_owned
+    )
     old = {(expert, rank) for expert, rank, _ in replicas}
-    slots_RS = plan.slot_expert_RS.copy()
-    owned_count_R = [len(owned) for owned in owned_R]
-    for rank in range(num_ranks):
-        slots_RS[rank, owned_count_R[rank] :] = EMPTY
-    for expert, rank in added + kept:
-        slots_RS[rank, owned_count_R[rank]] = expert
-        owned_count_R[rank] += 1
-    slots_RS.setflags(write=False)
-    return LayerPlan(plan.owner_E, slots_RS), sum(pair not in old for pair in added)
+    return LayerPlan(plan.owner_E, slots_LRS[0]), sum(pair not in old for pair in added)
 
 
 def _list_replicas(plan: LayerPlan) -> list[tuple[int, int, int]]:

@@ -7,8 +7,9 @@ packing, by best fit decreasing. The largest donor that some receiver can take w
 receiver with the least room to spare. Where none can be taken whole, the largest donor is cut
 down by the emptiest receivers, and once two receivers would do, by the best fitting pair.
 
-Plain Python lists, not arrays: a step touches a few entries of sorted lists (a microsecond), so
-a layer of R ranks takes about R steps, and 1,024 ranks are no harder than 16 times 64.
+Plain Python lists, not arrays: a step touches a few entries of sorted lists (two microseconds), a
+layer of R ranks takes about R steps, and 1,024 ranks are no harder than 16 times 64. The loop is
+one long function on purpose: calls inside it would cost a third of its time.
 """
 
 from __future__ import annotations

@@ -169,13 +169,7 @@ def materialize_by_gain(
     replicas_N3 = _join(placed_L)
     if spare_tokens is None:
         return replicas_N3
-    used = replicas_N3[:, 0] * num_ranks + replicas_N3[:, 2]
-    used_LR = np.bincount(used, minlength=free_LR.size).reshape(free_LR.shape)
-    free_LR = np.maximum(free_LR - used_LR, 0)
-    if most_replicas is not None:
-        left_L = most_replicas - used_LR.sum(axis=1)
-        before_LR = np.cumsum(free_LR, axis=1) - free_LR
-        free_LR = np.clip(left_L[:, None] - before_LR, 0, free_LR)
+    free_LR = _free_slots(free_LR, replicas_N3, limit)
     import_LR = np.maximum(placed_LR - load_LR, 0)
     spares_N3 = place_spares(
         load_LE, owner_LE, replicas_N3, free_LR, import_LR, topology.node_R, spare_tokens
@@ -190,6 +184,16 @@ def _sum_by_owner(load_LE: Int64Array, owner_LE: Int64Array, num_ranks: int) -> 
     # Sums of whole numbers below 2^53: exact as floats.
     load = np.bincount(row.ravel(), weights=load_LE.ravel(), minlength=num_layers * num_ranks)
     return load.astype(np.int64).reshape(num_layers, num_ranks)
+
+
+def _free_slots(free_LR: Int64Array, replicas_N3: Int64Array, limit: int) -> Int64Array:
+    """(L, R) slots that replicas leave, and no more of a layer than its budget leaves."""
+    used = replicas_N3[:, 0] * free_LR.shape[1] + replicas_N3[:, 2]
+    used_LR = np.bincount(used, minlength=free_LR.size).reshape(free_LR.shape)
+    free_LR = np.maximum(free_LR - used_LR, 0)
+    left_L = limit - used_LR.sum(axis=1)
+    before_LR = np.cumsum(free_LR, axis=1) - free_LR
+    return np.clip(left_L[:, None] - before_LR, 0, free_LR)
 
 
 def _join(placed_L: list[list[tuple[int, int]]]) -> Int64Array:

@@ -118,7 +118,7 @@ def _build(plan: LayerPlan, node_R: Int64Array) -> QuotaTables:
     by_node_N = np.argsort(group_N, kind="stable")
     group_start_N = np.searchsorted(group_N[by_node_N], group_N)
     by_node_R = np.argsort(node_R, kind="stable")
-    lists = rank_N.tolist(), expert_N.tolist(), count_X.tolist()
+    lists = rank_N.tolist(), expert_N.tolist()
     slot_N = plan.instance_physical_EI[expert_X][rank_XI != EMPTY] % plan.num_slots
     owned_R = np.bincount(plan.owner_E, minlength=plan.num_ranks)
     # Owners before all replicas.
@@ -141,32 +141,30 @@ def _build(plan: LayerPlan, node_R: Int64Array) -> QuotaTables:
         peers_N=np.searchsorted(group_N[by_node_N], group_N, side="right") - group_start_N,
         by_node_N=by_node_N,
         group_start_N=group_start_N,
-        forests=_forests(*lists, turn_N.tolist(), plan.num_ranks),
-        colors=_colors(*lists),
+        forests=_forests(*lists, -count_X[expert_N], turn_N, plan.num_ranks),
+        colors=_colors(lists[0], count_X.tolist()),
     )
 
 
 def _forests(
     rank_N: list[int],
     expert_N: list[int],
-    count_X: list[int],
-    turn_N: list[int],
+    coldness_N: Int64Array,
+    turn_N: Int64Array,
     num_ranks: int,
 ) -> tuple[Forest, ...]:
     """Build forests until every edge is in one.
 
-    Edges in no forest yet come first, then those in early slots (`turn_N`), then hot experts'.
+    Edges in no forest yet come first, then those in early slots (`turn_N`), then those of experts
+    with many instances (`coldness_N`).
     """
-    num_nodes = num_ranks + len(count_X)
+    num_nodes = num_ranks + 1 + max(expert_N, default=-1)
     uses_N = [0] * len(rank_N)
     forests: list[Forest] = []
     while len(forests) < MAX_FORESTS and 0 in uses_N:
         leader = list(range(num_nodes))
         edges: list[list[tuple[int, int]]] = [[] for _ in leader]
-        order = sorted(
-            range(len(rank_N)), key=lambda n: (uses_N[n], turn_N[n], -count_X[expert_N[n]])
-        )
-        for instance in order:
+        for instance in np.lexsort((coldness_N, turn_N, np.array(uses_N))).tolist():
             rank, node = rank_N[instance], num_ranks + expert_N[instance]
             top, other = rank, node
             while leader[top] != top:
@@ -228,7 +226,7 @@ def _walk(edges: list[list[tuple[int, int]]], num_ranks: int, num_instances: int
     )
 
 
-def _colors(rank_N: list[int], expert_N: list[int], count_X: list[int]) -> tuple[Int64Array, ...]:
+def _colors(rank_N: list[int], count_X: list[int]) -> tuple[Int64Array, ...]:
     """Sort experts into classes such that no two of a class share a rank, greedily."""
     first, ranks_X = 0, []
     for count in count_X:

@@ -153,11 +153,7 @@ def split_source(
     at = int(np.flatnonzero(tables.by_node_R == source)[0])
     before_X = counts_RX[tables.node_start[node] : at].sum(axis=0)
     mine_X = counts_RX[at]
-    # Room before each instance within its expert and node.
-    run_N = np.concatenate([[0], np.cumsum(room_N[tables.by_node_N])])
-    place_N = np.empty_like(rank_N)
-    place_N[tables.by_node_N] = np.arange(len(rank_N))
-    offset_N = run_N[place_N] - run_N[tables.group_start_N]
+    offset_N = _room_before(room_N, tables)
     room_MX = np.zeros_like(sent_MX)
     np.add.at(room_MX, (node_N, expert_N), room_N)
     is_near_N = node_N == node
@@ -174,6 +170,15 @@ def split_source(
 
     split_EI[tables.expert_X[expert_N], tables.column_N] = split_N
     return split_EI
+
+
+def _room_before(room_N: Int64Array, tables: QuotaTables) -> Int64Array:
+    """(N,) room of the instances before each one within its expert and node."""
+    run_N = np.concatenate([[0], np.cumsum(room_N[tables.by_node_N])])
+    place_N = np.empty_like(room_N)
+    place_N[tables.by_node_N] = np.arange(len(room_N))
+    before_N: Int64Array = run_N[place_N] - run_N[tables.group_start_N]
+    return before_N
 
 
 def _overlap(

@@ -104,7 +104,7 @@ def shard_for_replicas(
     owner_LE: Int64Array,
     num_ranks: int,
     most_swaps: int = 4,
-    gain: float = 0.02,
+    gain: float = 0.005,
 ) -> Int64Array:
     """Swap owners of a few experts so that fewer and smaller replicas are needed.
 

@@ -36,10 +36,12 @@ def test_flags_and_defaults_are_frozen() -> None:
     assert {flag_of(field.name): field.default for field in fields(FSSDPConfig)} == FLAGS
 
 
-def test_every_flag_has_help(parser: ArgumentParser) -> None:
+def test_every_flag_has_help() -> None:
+    # Alone: Megatron's own help has a stray percent sign, which argparse refuses to print.
+    ours = add_arguments(ArgumentParser())
     for flag in FLAGS:
-        assert len(parser._option_string_actions[flag].help or "") > 40, flag
-    parser.format_help()  # a stray percent sign would raise here
+        assert len(ours._option_string_actions[flag].help or "") > 40, flag
+        assert flag in ours.format_help()
 
 
 def test_defaults_are_plain_ep(parser: ArgumentParser) -> None:

@@ -13,6 +13,7 @@ from megatron_fssdp.planning.cost import (
     layer_cost,
     overlap_degree,
     replica_traffic,
+    saved_s,
     with_budgets,
 )
 from megatron_fssdp.planning.planner import PlanSettings, plan_layers
@@ -110,3 +111,14 @@ def test_budgets_refuse_what_cannot_hide():
         assert plan.num_replicas_L.tolist() == [replicas]
     settings = with_budgets(PlanSettings(), topology, SHAPE, 3.0, layer_bytes=399)
     assert plan_layers(load_LE, owner_LE, topology, settings).num_replicas_L.tolist() == [0]
+
+
+def test_what_a_plan_saves():
+    """8 tokens on rank 0 become 4: 4 times (4 trips of 20 bytes at 100 bytes/s + 3 x 200 flop)."""
+    topology = Topology((0, 1), intra_node=FAST, inter_node=SLOW)
+    old = make_plan([0, 1], [], num_ranks=2, num_slots=1)
+    new = make_plan([0, 1], [(0, 1)], num_ranks=2, num_slots=1)
+    counts_RE = np.array([[4, 0], [4, 0]])
+    quotas = [balance(counts_RE, plan, (0, 1)) for plan in (old, new)]
+    seconds = saved_s(quotas[0], old, quotas[1], new, topology, SHAPE, RATE)
+    assert seconds == pytest.approx(4 * (0.8 + 0.6))
