@@ -26,7 +26,7 @@ from rich.progress import track
 from rich.table import Table
 
 HIDDEN, FFN, EXPERTS, TOPK = 512, 1024, 8, 2
-TOKENS = 2048
+TOKENS = 4096
 SKEWED_SHARE = 0.8
 RANKS = 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,23 @@ def test_data_path_names_every_domain(tmp_path: Path) -> None:
         (tmp_path / f"{name}.idx").touch()
     expected = ["1", str(tmp_path / "docs"), "1", str(tmp_path / "tools")]
     assert train_demo.prepare_corpus(tmp_path) == expected
+
+
+def test_corpus_appears_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "make_corpus.py"
+    monkeypatch.setattr(train_demo, "CORPUS_SCRIPT", script)
+    write_one = (
+        "import pathlib, sys\nfolder = pathlib.Path(sys.argv[1])\nfolder.mkdir(exist_ok=True)\n"
+        "(folder / 'docs.idx').touch()\n"
+    )
+    script.write_text(write_one + "sys.exit('interrupted')")
+    with pytest.raises(subprocess.CalledProcessError):
+        train_demo.prepare_corpus(tmp_path / "corpus")
+    assert not (tmp_path / "corpus").exists()
+    script.write_text(write_one)
+    assert train_demo.prepare_corpus(tmp_path / "corpus") == ["1", str(tmp_path / "corpus/docs")]
 
 
 def test_a_failed_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
