@@ -31,10 +31,6 @@ CORPUS_SCRIPT = ROOT / "scripts/make_corpus.py"
 NUM_RANKS = 4
 # The first iterations have few loads to predict from, and the routing still settles.
 SETTLED = 10
-# Replicas add gradients up in another order. Once a last digit differs, some token near a tie
-# goes to another expert, and the losses drift apart. So do those of plain EP with and without the
-# distributed optimizer: by 1e-4 at iteration 70 of this model.
-COMPARED = 20
 
 # Without an auxiliary loss the routing skews by itself.
 MODEL_FLAGS = (
@@ -46,7 +42,7 @@ MODEL_FLAGS = (
     " --moe-grouped-gemm --moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall"
 )
 TRAINING_FLAGS = (
-    "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine"
+    "--micro-batch-size 2 --global-batch-size 8 --lr 5e-4 --min-lr 1e-4 --lr-decay-style cosine"
     " --lr-warmup-iters 5 --weight-decay 0.1 --clip-grad 1.0 --use-distributed-optimizer"
     " --seed 1234 --split 100,0,0 --eval-iters 0 --eval-interval 1000 --num-workers 0"
     " --log-interval 1 --tokenizer-type NullTokenizer --vocab-size 257"
@@ -153,8 +149,7 @@ def summarize(ep: Run, fssdp: Run) -> Table:
     def add(name: str, form: str, values: Iterable[float]) -> None:
         table.add_row(name, *(format(value, form) for value in values))
 
-    for number in (COMPARED, len(ep.losses_I)):
-        add(f"loss of iteration {number}", ".6f", (run.losses_I[number - 1] for run in runs))
+    add("final loss", ".6f", (run.losses_I[-1] for run in runs))
     for name, start in (
         ("fullest rank / mean tokens", 0),
         (f"  after {SETTLED} iterations", SETTLED),
@@ -203,10 +198,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--iterations", type=int, default=60, help="of each run (60)")
     num_iterations = parser.parse_args().iterations
-    if num_iterations <= COMPARED:
-        parser.error(
-            f"--iterations {num_iterations} is too few to compare; use {COMPARED + 1} or more"
-        )
+    if num_iterations <= SETTLED:
+        parser.error(f"--iterations {num_iterations} ends before iteration {SETTLED}; use more")
     start_s = time.monotonic()
     # Named after the script that wrote it: Megatron's index cache knows a corpus by its path.
     version = hashlib.sha256(CORPUS_SCRIPT.read_bytes()).hexdigest()[:8]
@@ -224,10 +217,11 @@ def main() -> None:
     console = Console()
     console.print()
     console.print(summarize(runs["ep"], runs["fssdp"]))
-    console.print(
-        "The losses agree until rounding sends a token near a tie to another expert, as it does "
-        "between any two runs that add up in another order."
-    )
+    # Replicas add gradients up in another order. Where a last digit sends a token near a tie to
+    # another expert, losses drift apart; plain EP with and without the distributed optimizer does
+    # so too, by 1e-4 at iteration 70 of this model with twice the learning rate.
+    difference = np.max(np.abs(runs["fssdp"].losses_I / runs["ep"].losses_I - 1))
+    console.print(f"Largest relative difference of the losses of an iteration: {difference:.1e}")
     num_cores = len(os.sched_getaffinity(0))
     if num_cores < NUM_RANKS:
         console.print(

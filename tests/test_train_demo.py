@@ -42,8 +42,7 @@ def test_summary(runs: tuple[train_demo.Run, train_demo.Run]) -> None:
     cells = [line.split("\u2502") for line in console.export_text().splitlines()]
     rows = {cell[1].strip(): [cell[2].strip(), cell[3].strip()] for cell in cells if len(cell) > 3}
     assert rows == {
-        "loss of iteration 20": ["2.500000", "2.250000"],
-        "loss of iteration 30": ["2.500000", "2.250000"],
+        "final loss": ["2.500000", "2.250000"],
         # 700 tokens on one rank where the mean is 250.
         "fullest rank / mean tokens: mean": ["2.800", "1.000"],
         "fullest rank / mean tokens: p95": ["2.800", "1.000"],

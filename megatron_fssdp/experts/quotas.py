@@ -3,7 +3,7 @@
 Static shapes and no host synchronisation: nothing here asks the device for a number. Whole-number
 sums only, so the order in which a device adds does not matter, and every rank gets the same.
 
-Torch operations of one call (a test counts them): about 1,150 for a plan with spares, which has
+Torch operations of one call (a test counts them): about 1,250 for a plan with spares, which has
 two forests, and 600 for one whose replicas form a single forest. All are small; a CUDA graph, or
 `planning.quotas` on the host where its synchronisation does not matter, may take less time.
 
@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_fssdp.planning.equalize import PASSES, SPREADS
+from megatron_fssdp.planning.equalize import NEAR_SPREADS, PASSES, SPREADS
 from megatron_fssdp.planning.plan import LayerPlan
 from megatron_fssdp.planning.quota_tables import Forest, QuotaTables, quota_tables
-from megatron_fssdp.planning.quotas import GOOD_ENOUGH_SHIFT
+from megatron_fssdp.planning.quotas import good_enough_shift
 
 # Turns of every forest: this equals `balance(..., turns=DEVICE_TURNS)`.
 DEVICE_TURNS = 2
@@ -79,6 +79,10 @@ class DeviceTables:
     peers_N: Tensor
     by_node_N: Tensor
     group_start_N: Tensor
+    near_N: Tensor
+    near_group_K: Tensor
+    near_first_G: Tensor
+    near_busy_K: Tensor
     flat_N: Tensor
     place_N: Tensor
     number_N: Tensor
@@ -152,7 +156,7 @@ def _balance(
     mean = _floor_divide(total + num_ranks - 1, num_ranks)
     allowed = (tolerance * total.double() / num_ranks).long()
     num_replicas = len(tables.number_N) - len(tables.first_X)
-    good_enough = (mean >> GOOD_ENOUGH_SHIFT).clamp(max=num_replicas)
+    good_enough = (mean >> good_enough_shift(num_ranks)).clamp(max=num_replicas)
     goal = mean + torch.maximum(good_enough, allowed)
     # Shares of the own node's tokens, the rest evenly.
     counts_MX = _sum_rows(counts_RX, tables)
@@ -164,6 +168,7 @@ def _balance(
     quota_N = share_N + mean_X[tables.expert_N] + is_extra_N
 
     if len(tables.forests) > 1:
+        quota_N = _spread_near(quota_N, base_R, tables)
         quota_N = _spread(quota_N, base_R, tables)
     load_R = _loads(quota_N, base_R, tables)
     for _ in range(DEVICE_TURNS):
@@ -178,6 +183,27 @@ def _balance(
     owners_load_R = _sum_at(load_E, tables.owner_E, num_ranks)
     owners_N = torch.where(tables.column_N == 0, load_X[tables.expert_N], 0)
     return torch.where(load_R.amax() <= owners_load_R.amax(), quota_N, owners_N)
+
+
+def _spread_near(quota_N: Tensor, base_R: Tensor, tables: DeviceTables) -> Tensor:
+    """`planning.equalize.spread_near`."""
+    near_N, group_K, first_G = tables.near_N, tables.near_group_K, tables.near_first_G
+    if not len(near_N):
+        return quota_N
+    rank_K, busy_K = tables.rank_N[near_N], tables.near_busy_K * 2
+    near_K, num_groups = quota_N[near_N], len(first_G)
+    rest_R = _loads(quota_N, base_R, tables).index_add(0, rank_K, near_K, alpha=-1)
+    total_G = _sum_at(near_K, group_K, num_groups)
+    count_G = tables.peers_N[near_N][first_G]
+    for _ in range(NEAR_SPREADS):
+        load_K = rest_R.index_add(0, rank_K, near_K)[rank_K]
+        mean_G = _floor_divide(_sum_at(load_K, group_K, num_groups), count_G)
+        step_K = _floor_divide((mean_G[group_K] - load_K) * 3, busy_K)
+        moved_K = (near_K + step_K).clamp(min=0).index_fill(0, first_G, 0)
+        head_G = total_G - _sum_at(moved_K, group_K, num_groups)
+        moved_K = moved_K.index_copy(0, first_G, head_G)
+        near_K = torch.where((head_G >= 0)[group_K], moved_K, near_K)
+    return quota_N.index_copy(0, near_N, near_K)
 
 
 def _spread(quota_N: Tensor, base_R: Tensor, tables: DeviceTables) -> Tensor:

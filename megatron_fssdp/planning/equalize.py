@@ -23,9 +23,10 @@ from megatron_fssdp.planning.quota_tables import Forest, QuotaTables
 
 BoolArray = npt.NDArray[np.bool_]
 
-# Steps of spreading before the first forest, each overdone by half: measured on plans with all
-# slots filled (E = 64 and 256, R = 16 and 64, loads that drifted by 3 and 10 %), this takes the
-# levelling steps from 2-10 to 1-2.
+# Steps of spreading inside the nodes, then over all ranks, before the first forest, each overdone by
+# half: measured on plans with all slots filled (E = 64 and 256, R = 16 and 64, loads that drifted
+# by 3 and 10 %), they take the levelling steps from 2-10 to 1-2.
+NEAR_SPREADS = 6
 SPREADS = 6
 # Times a forest may be cut up before its remaining trees are left as they are.
 PASSES = 3
@@ -59,6 +60,7 @@ def equalize(
     """
     num_forests = len(tables.forests)
     if num_forests > 1:
+        quota_N = spread_near(quota_N, base_R, tables)
         quota_N = spread(quota_N, base_R, tables)
     load_R = instance_loads(quota_N, base_R, tables)
     for step in range(steps):
@@ -79,6 +81,36 @@ def _is_settled(quota_N: Int64Array, load_R: Int64Array, tables: QuotaTables) ->
     low_X = np.minimum.reduceat(load_N, tables.first_X)
     is_loose_N = (quota_N > 0) & (load_N > low_X[tables.expert_N] + 1)
     return not bool(is_loose_N.any())
+
+
+def spread_near(quota_N: Int64Array, base_R: Int64Array, tables: QuotaTables) -> Int64Array:
+    """Spread tokens over the ranks of a node only, as `spread` does over all; no token leaves it.
+
+    What is even inside the nodes need not be evened out across them.
+    """
+    near_N, first_G, group_K = tables.near_N, tables.near_first_G, tables.near_group_K
+    if not len(near_N):
+        return quota_N
+    rank_K, busy_K = tables.rank_N[near_N], tables.near_busy_K * 2
+    near_K = quota_N[near_N]
+    rest_R = instance_loads(quota_N, base_R, tables)
+    rest_R = rest_R - np.bincount(rank_K, weights=near_K, minlength=len(rest_R)).astype(np.int64)
+    total_G: Int64Array = np.add.reduceat(near_K, first_G)
+    count_G = np.bincount(group_K)
+    for _ in range(NEAR_SPREADS):
+        load_R = rest_R + np.bincount(rank_K, weights=near_K, minlength=len(rest_R)).astype(
+            np.int64
+        )
+        load_K = load_R[rank_K]
+        mean_G = np.add.reduceat(load_K, first_G) // count_G
+        moved_K = np.maximum(near_K + (mean_G[group_K] - load_K) * 3 // busy_K, 0)
+        moved_K[first_G] = 0
+        head_G = total_G - np.add.reduceat(moved_K, first_G)
+        moved_K[first_G] = head_G
+        near_K = np.where((head_G >= 0)[group_K], moved_K, near_K)
+    quota_N = quota_N.copy()
+    quota_N[near_N] = near_K
+    return quota_N
 
 
 def spread(quota_N: Int64Array, base_R: Int64Array, tables: QuotaTables) -> Int64Array:

@@ -69,6 +69,11 @@ class QuotaTables:
         peers_N: (N,) instances of the same expert on the same node.
         by_node_N: (N,) instances by expert, then node.
         group_start_N: (N,) where the (expert, node) of each instance begins in `by_node_N`.
+        is_by_node: whether `by_node_R` is 0, 1, 2, ...
+        near_N: (K,) instances with others of their expert on their node, by expert and node.
+        near_group_K: (K,) their (expert, node), counted from 0.
+        near_first_G: (G,) where each (expert, node) begins in `near_N`.
+        near_busy_K: (K,) how many of `near_N` are on the instance's rank.
         forests: see the note above.
         colors: experts in classes, no two of a class on one rank; of each class, the instances,
             padded with N to (experts of the class, most instances).
@@ -91,6 +96,11 @@ class QuotaTables:
     peers_N: Int64Array
     by_node_N: Int64Array
     group_start_N: Int64Array
+    is_by_node: bool
+    near_N: Int64Array
+    near_group_K: Int64Array
+    near_first_G: Int64Array
+    near_busy_K: Int64Array
     forests: tuple[Forest, ...]
     colors: tuple[Int64Array, ...]
 
@@ -117,6 +127,11 @@ def _build(plan: LayerPlan, node_R: Int64Array) -> QuotaTables:
     group_N = expert_N * (int(node_R.max()) + 1) + node_N
     by_node_N = np.argsort(group_N, kind="stable")
     group_start_N = np.searchsorted(group_N[by_node_N], group_N)
+    peers_N = np.searchsorted(group_N[by_node_N], group_N, side="right") - group_start_N
+    near_N = by_node_N[peers_N[by_node_N] > 1]
+    _, near_first_G, near_group_K = np.unique(
+        group_N[near_N], return_index=True, return_inverse=True
+    )
     by_node_R = np.argsort(node_R, kind="stable")
     lists = rank_N.tolist(), expert_N.tolist()
     slot_N = plan.instance_physical_EI[expert_X][rank_XI != EMPTY] % plan.num_slots
@@ -138,9 +153,14 @@ def _build(plan: LayerPlan, node_R: Int64Array) -> QuotaTables:
         node_start=np.searchsorted(node_R[by_node_R], np.arange(int(node_R.max()) + 1)),
         node_R=node_R,
         node_N=node_N,
-        peers_N=np.searchsorted(group_N[by_node_N], group_N, side="right") - group_start_N,
+        peers_N=peers_N,
         by_node_N=by_node_N,
         group_start_N=group_start_N,
+        is_by_node=bool((by_node_R == np.arange(len(by_node_R))).all()),
+        near_N=near_N,
+        near_group_K=near_group_K,
+        near_first_G=near_first_G,
+        near_busy_K=np.bincount(rank_N[near_N], minlength=plan.num_ranks)[rank_N[near_N]],
         forests=_forests(*lists, -count_X[expert_N], turn_N, plan.num_ranks),
         colors=_colors(lists[0], count_X.tolist()),
     )

@@ -19,6 +19,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from megatron_fssdp.planning.arrays import descending
 from megatron_fssdp.planning.plan import Int64Array
 
 BoolArray = npt.NDArray[np.bool_]
@@ -79,17 +80,6 @@ def place_spares(
         load_LE, hottest_LE, owner_LE, replicas_N3, free_LR, by_import_LR, least_load // 2
     )
     return np.concatenate([near_N3, varied_N3])
-
-
-def descending(value_LK: Int64Array) -> Int64Array:
-    """Return each row's indices by falling value, equals by rising index; (L, K) int64.
-
-    Sorts value and index as one number: several times faster than a stable argsort.
-    """
-    size = value_LK.shape[1]
-    key_LK = np.sort(value_LK * size + np.arange(size - 1, -1, -1), axis=1)[:, ::-1]
-    order_LK: Int64Array = size - 1 - key_LK % size
-    return order_LK
 
 
 def _near(

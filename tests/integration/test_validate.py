@@ -43,6 +43,7 @@ BAD = {
     "moe_mlp_glu_interleave_size": "--moe-mlp-glu-interleave-size 32",
     "fp8": "--fp8-format hybrid",
     "fp4": "--fp4-format e2m1",
+    "te_precision_config_file": "--te-precision-config-file x.yaml",
     "use_megatron_fsdp": "--use-megatron-fsdp",
     "use_torch_fsdp2": "--use-torch-fsdp2",
     "optimizer": "--optimizer muon",

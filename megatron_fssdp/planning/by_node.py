@@ -1,0 +1,206 @@
+"""Replicas node by node: what keeps most tokens on its node, then what levels the node.
+
+Each node chooses for its free slots by tokens. The first instance of an expert on a node keeps
+the node's tokens for it there, which saves network; it must save more bytes than its weights cost
+to cross the network. A further instance on a node that has the expert already costs no network and
+saves none: it only levels the node's ranks, and is worth less per token (`LEVEL_WORTH`). Where all
+nodes hold their hot experts, each has about its own tokens to compute, so that levelling nodes one
+by one levels all ranks. It need not: the caller checks (`estimate`) and has another way.
+
+All layers at once, in whole-array steps: this is called for every layer of a model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_fssdp.planning.arrays import descending, sum_by_owner
+from megatron_fssdp.planning.node_slots import NodeSlots
+from megatron_fssdp.planning.plan import EMPTY, Int64Array
+from megatron_fssdp.planning.topology import Topology
+
+BoolArray = npt.NDArray[np.bool_]
+
+# What an instance is worth per token that it takes, in eighths: on a node that lacks the expert,
+# and on one that has it. Measured on the benchmark's cells: 3 sends least and balances best.
+FRESH_WORTH = 8
+LEVEL_WORTH = 3
+# A copy inside a node travels at least this many times faster than one between nodes.
+NEAR_SPEED = 8
+# More new instances of one expert on one node than this are not considered.
+MOST_OF_ONE = 4
+# Experts are looked for among this many times a node's free slots, hottest first, and a few more.
+REACH = 2
+
+
+def place_by_node(
+    load_LE: Int64Array,
+    owner_LE: Int64Array,
+    topology: Topology,
+    num_slots: int,
+    least_tokens: int,
+    target_L: Int64Array,
+    levels_last: bool = False,
+) -> NodeSlots:
+    """Fill each node's free slots with what saves most there.
+
+    Args:
+        load_LE: (L, E) int64, the predicted tokens; their sources are taken to be even.
+        owner_LE: (L, E) int64.
+        topology: the ranks and their nodes.
+        num_slots: replicas that each rank may get.
+        least_tokens: tokens that a replica must keep on a node that lacked the expert.
+        target_L: (L,) int64, tokens that a rank may have.
+        levels_last: leave half of the slots, at most as many as levelling takes, until nodes and
+            ranks have been levelled; otherwise instances that level compete with those that keep
+            tokens near, and levelling gets what is left.
+
+    Returns:
+        The slots.
+    """
+    size_M = np.bincount(topology.node_R)
+    ranked = _rank_by_worth(load_LE, owner_LE, topology, size_M, num_slots, least_tokens)
+    first = ranked
+    if levels_last:
+        room_M = size_M * num_slots
+        first = ranked.only_first(room_M - np.minimum(size_M - 1, room_M // 2))
+    tokens_LMK = first.tokens(load_LE)
+    slots = NodeSlots.build(first.kept(load_LE, tokens_LMK), owner_LE, topology, size_M, num_slots)
+    slots.pack(*first.chosen(tokens_LMK))
+    slots.level_nodes(target_L)
+    slots.level(np.repeat(target_L, len(size_M)))
+    if not levels_last:
+        return slots
+    last = replace(ranked, is_taken_LMF=ranked.is_taken_LMF & ~first.is_taken_LMF)
+    if last.is_taken_LMF.any():
+        slots.pack(*last.chosen(np.zeros_like(tokens_LMK)))
+    return slots
+
+
+def can_level(
+    load_LE: Int64Array,
+    owner_LE: Int64Array,
+    topology: Topology,
+    num_slots: int,
+    least_tokens: int,
+    target_L: Int64Array,
+) -> BoolArray:
+    """(L,) whether `place_by_node` has a chance to level a layer.
+
+    Not so where there are more experts to keep near than a node has slots, and owners have too
+    much even without the hottest ones. A quick look, which saves the attempt.
+    """
+    size = int(np.bincount(topology.node_R).max())
+    most = size * num_slots
+    if num_slots == 1 or topology.num_nodes == 1 or most >= load_LE.shape[1]:
+        return np.ones(len(load_LE), dtype=bool)
+    # The tokens of the hottest expert for which no node has a slot.
+    place = load_LE.shape[1] - most - 1
+    next_L = np.partition(load_LE, place, axis=1)[:, place]
+    left_LE = np.where(load_LE > next_L[:, None], 0, load_LE)
+    kept_LR = sum_by_owner(left_LE, owner_LE, topology.num_ranks)
+    is_scarce_L = next_L * size // topology.num_ranks >= least_tokens
+    return ~(is_scarce_L & (kept_LR.max(axis=1) > target_L))
+
+
+@dataclass(frozen=True)
+class _Ranked:
+    """What each node would choose, most worth first.
+
+    Attributes:
+        hottest_LK: (L, K) int64, the experts looked at.
+        is_home_LMK: (L, M, K) bool, where their owners are.
+        near_LMK: (L, M, K) int64, the tokens that each node has for them.
+        place_LMF: (L, M, F) int64, place in `hottest_LK`.
+        is_taken_LMF: (L, M, F) bool.
+        is_fresh_LMF: (L, M, F) bool, the first instance of an expert on its node.
+    """
+
+    hottest_LK: Int64Array
+    is_home_LMK: BoolArray
+    near_LMK: Int64Array
+    place_LMF: Int64Array
+    is_taken_LMF: BoolArray
+    is_fresh_LMF: BoolArray
+
+    def only_first(self, limit_M: Int64Array) -> _Ranked:
+        """Leave only instances that are new on their node, and of those a number a node."""
+        is_early_LMF = np.arange(self.place_LMF.shape[2]) < limit_M[:, None]
+        return replace(self, is_taken_LMF=self.is_taken_LMF & self.is_fresh_LMF & is_early_LMF)
+
+    @cached_property
+    def count_LMK(self) -> Int64Array:
+        """Instances of each expert on each node."""
+        row = np.arange(self.is_home_LMK[..., 0].size).reshape(*self.is_home_LMK.shape[:2], 1)
+        chosen = (row * self.is_home_LMK.shape[2] + self.place_LMF)[self.is_taken_LMF]
+        count = np.bincount(chosen, minlength=self.is_home_LMK.size)
+        return self.is_home_LMK + count.reshape(self.is_home_LMK.shape)
+
+    def tokens(self, load_LE: Int64Array) -> Int64Array:
+        """(L, M, K) tokens of each instance: a node's own ones, at home also those of the rest."""
+        kept_LMK = np.where(self.is_home_LMK | (self.count_LMK == 0), 0, self.near_LMK)
+        load_LK = np.take_along_axis(load_LE, self.hottest_LK, axis=1)
+        at_home_LK = load_LK - kept_LMK.sum(axis=1)
+        all_LMK = np.where(self.is_home_LMK, at_home_LK[:, None], kept_LMK)
+        tokens_LMK: Int64Array = all_LMK // np.maximum(self.count_LMK, 1)
+        return tokens_LMK
+
+    def kept(self, load_LE: Int64Array, tokens_LMK: Int64Array) -> Int64Array:
+        """(L, E) tokens that stay with the owners."""
+        at_home_LK = (tokens_LMK * self.is_home_LMK).sum(axis=1)
+        kept_LE = load_LE.copy()
+        np.put_along_axis(kept_LE, self.hottest_LK, at_home_LK, axis=1)
+        return kept_LE
+
+    def chosen(self, tokens_LMK: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """(L, M, F) experts, and tokens of an instance, most tokens first; EMPTY: no more."""
+        tokens_LMF = np.take_along_axis(tokens_LMK, self.place_LMF, axis=2)
+        tokens_LMF[~self.is_taken_LMF] = EMPTY
+        shape = tokens_LMF.shape
+        by_size = descending(tokens_LMF.reshape(-1, shape[2]) + 1).reshape(shape)
+        place_LMF = np.take_along_axis(self.place_LMF, by_size, axis=2)
+        expert_LMF = self.hottest_LK[np.arange(shape[0])[:, None, None], place_LMF]
+        return expert_LMF, np.take_along_axis(tokens_LMF, by_size, axis=2)
+
+
+def _rank_by_worth(
+    load_LE: Int64Array,
+    owner_LE: Int64Array,
+    topology: Topology,
+    size_M: Int64Array,
+    num_slots: int,
+    least_tokens: int,
+) -> _Ranked:
+    most, width = int(size_M.max()) * num_slots, int(size_M.max())
+    hottest_LK = descending(load_LE)[:, : REACH * most + 4]
+    home_LK = topology.node_R[np.take_along_axis(owner_LE, hottest_LK, axis=1)]
+    is_home_LMK = home_LK[:, None] == np.arange(len(size_M))[:, None]
+    load_LK = np.take_along_axis(load_LE, hottest_LK, axis=1)
+    near_LMK = load_LK[:, None] * size_M[:, None] // topology.num_ranks
+    copies = min(MOST_OF_ONE, width)
+    # Column j: the worth of the new instance number j, from 0.
+    number_LMKJ = np.arange(1, copies + 1) + is_home_LMK[..., None]
+    worth_LMKJ = near_LMK[..., None] * LEVEL_WORTH // number_LMKJ
+    worth_LMKJ[number_LMKJ > size_M[:, None, None]] = 0
+    worth_LMKJ[worth_LMKJ < LEVEL_WORTH * least_tokens // NEAR_SPEED] = 0
+    worth_LMKJ[..., 0] = np.where(is_home_LMK, worth_LMKJ[..., 0], near_LMK * FRESH_WORTH)
+    worth_LMKJ[~is_home_LMK & (near_LMK < least_tokens)] = 0
+    worth = worth_LMKJ.reshape(-1, hottest_LK.shape[1] * copies)
+    order = descending(worth)[:, :most]
+    is_taken = np.take_along_axis(worth, order, axis=1) > 0
+    shape = (*is_home_LMK.shape[:2], order.shape[1])
+    is_taken_LMF = is_taken.reshape(shape)
+    is_taken_LMF &= np.arange(shape[2]) < (size_M * num_slots)[:, None]
+    place_LMF = (order // copies).reshape(shape)
+    return _Ranked(
+        hottest_LK,
+        is_home_LMK,
+        near_LMK,
+        place_LMF,
+        is_taken_LMF,
+        (order % copies == 0).reshape(shape) & ~np.take_along_axis(is_home_LMK, place_LMF, axis=2),
+    )
