@@ -23,9 +23,9 @@ from megatron_fssdp.planning.quota_tables import Forest, QuotaTables
 
 BoolArray = npt.NDArray[np.bool_]
 
-# Steps of spreading inside the nodes, then over all ranks, before the first forest, each overdone by
-# half: measured on plans with all slots filled (E = 64 and 256, R = 16 and 64, loads that drifted
-# by 3 and 10 %), they take the levelling steps from 2-10 to 1-2.
+# Steps of spreading inside the nodes, then over all ranks, before the first forest, each overdone
+# by half: measured on plans with all slots filled (E = 64 and 256, R = 16 and 64, loads that
+# drifted by 3 and 10 %), they take the levelling steps from 2-10 to 1-2.
 NEAR_SPREADS = 6
 SPREADS = 6
 # Times a forest may be cut up before its remaining trees are left as they are.

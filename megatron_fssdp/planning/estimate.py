@@ -33,17 +33,22 @@ def estimate(
     rank_N[is_replica_N] = by_pair // width // num_experts * width + by_pair % width
     expert_N = np.repeat(np.arange(len(expert_X)), count_X)
     single = np.where(count == 0, load_LE.ravel(), 0)
-    base = np.bincount(row_LE.ravel(), weights=single, minlength=num_layers * width)
-    busy_N = np.bincount(rank_N, minlength=len(base))[rank_N]
-    total_X = load_LE.ravel()[expert_X].astype(np.float64)
-    # Estimates only, but the same on every rank: each step adds the same numbers in the same order.
-    quota_N = (total_X / count_X)[expert_N]
+    size = num_layers * width
+    base = np.bincount(row_LE.ravel(), weights=single, minlength=size).astype(np.int64)
+    busy_N = np.bincount(rank_N, minlength=size)[rank_N] * 2
+    total_X = load_LE.ravel()[expert_X]
+    quota_N = (total_X // count_X)[expert_N]
+    quota_N[first_X] += total_X % count_X
+    # Whole numbers only, so that every rank sees the same. Sums below 2^53: exact as floats.
     for _ in range(rounds):
-        load = base + np.bincount(rank_N, weights=quota_N, minlength=len(base))
+        load = base + np.bincount(rank_N, weights=quota_N, minlength=size).astype(np.int64)
         load_N = load[rank_N]
-        mean_X = np.add.reduceat(load_N, first_X) / count_X
-        moved_N = np.maximum(quota_N + (mean_X[expert_N] - load_N) * 1.5 / busy_N, 0)
-        quota_N = moved_N * (total_X / np.maximum(np.add.reduceat(moved_N, first_X), 1))[expert_N]
-    load = base + np.bincount(rank_N, weights=quota_N, minlength=len(base))
-    fullest_L: Int64Array = np.ceil(load.reshape(num_layers, -1).max(axis=1)).astype(np.int64)
+        mean_X = np.add.reduceat(load_N, first_X) // count_X
+        moved_N = np.maximum(quota_N + (mean_X[expert_N] - load_N) * 3 // busy_N, 0)
+        moved_N[first_X] = 0
+        owner_X = total_X - np.add.reduceat(moved_N, first_X)
+        moved_N[first_X] = owner_X
+        quota_N = np.where((owner_X >= 0)[expert_N], moved_N, quota_N)
+    load = base + np.bincount(rank_N, weights=quota_N, minlength=size).astype(np.int64)
+    fullest_L: Int64Array = load.reshape(num_layers, -1).max(axis=1)
     return fullest_L

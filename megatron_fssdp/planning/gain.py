@@ -45,6 +45,19 @@ def place_replicas(
     Example: loads 6, 2, 1, 1 on two ranks with two experts each. Rank 0 is 3 above the mean of 5,
     so expert 0 gets a replica on rank 1: `[(0, 1)]`.
     """
+    codes = place_codes(load_E, owned_R, load_R, target, free_R, there)
+    return [divmod(code, len(load_R)) for code in codes]
+
+
+def place_codes(
+    load_E: list[int],
+    owned_R: list[list[int]],
+    load_R: list[int],
+    target: int,
+    free_R: list[int],
+    there: Iterable[Replica] = (),
+) -> list[int]:
+    """`place_replicas` with expert * R + rank for each replica: plain ints are cheaper to keep."""
     num_ranks = len(load_R)
     # Sorted tokens * R + rank: one int to compare, and ties go to the lower rank.
     room = sorted(
@@ -52,7 +65,7 @@ def place_replicas(
     )
     donors = sorted((x - target) * num_ranks + r for r, x in enumerate(load_R) if x > target)
     held = {expert * num_ranks + rank for expert, rank in there}
-    placed: list[Replica] = []
+    placed: list[int] = []
     while donors and room:
         above_top = (room[-1] // num_ranks + 1) * num_ranks
         fits_whole = donors[0] < above_top
@@ -72,7 +85,7 @@ def place_replicas(
                 load_E[expert] -= free
                 load_R[giver] -= free
                 held.add(expert * num_ranks + taker)
-                placed.append((expert, taker))
+                placed.append(expert * num_ranks + taker)
             if takers:
                 insort(donors, excess * num_ranks + giver)
                 continue
@@ -96,7 +109,7 @@ def place_replicas(
         load_R[taker] += moved
         free_R[taker] -= 1
         held.add(expert * num_ranks + taker)
-        placed.append((expert, taker))
+        placed.append(expert * num_ranks + taker)
         if moved < free and free_R[taker]:
             insort(room, (free - moved) * num_ranks + taker)
         if moved < excess:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -75,8 +76,6 @@ class QuotaTables:
         near_first_G: (G,) where each (expert, node) begins in `near_N`.
         near_busy_K: (K,) how many of `near_N` are on the instance's rank.
         forests: see the note above.
-        colors: experts in classes, no two of a class on one rank; of each class, the instances,
-            padded with N to (experts of the class, most instances).
     """
 
     num_ranks: int
@@ -102,7 +101,15 @@ class QuotaTables:
     near_first_G: Int64Array
     near_busy_K: Int64Array
     forests: tuple[Forest, ...]
-    colors: tuple[Int64Array, ...]
+
+    @cached_property
+    def colors(self) -> tuple[Int64Array, ...]:
+        """Experts in classes, no two of a class on one rank: of each class, the instances.
+
+        Padded with N to (experts of the class, most instances). Made when first asked for: few
+        layers need it.
+        """
+        return _colors(self.rank_N.tolist(), self.count_X.tolist())
 
 
 def quota_tables(plan: LayerPlan, node_of_rank: Sequence[int]) -> QuotaTables:
@@ -162,7 +169,6 @@ def _build(plan: LayerPlan, node_R: Int64Array) -> QuotaTables:
         near_first_G=near_first_G,
         near_busy_K=np.bincount(rank_N[near_N], minlength=plan.num_ranks)[rank_N[near_N]],
         forests=_forests(*lists, -count_X[expert_N], turn_N, plan.num_ranks),
-        colors=_colors(lists[0], count_X.tolist()),
     )
 
 

@@ -1,0 +1,293 @@
+"""Our materialization: replicas where they save most, for all layers of a model.
+
+Two ways are tried for each layer. Node by node (`by_node`), which sends least: replicas keep tokens
+on their node or cost no network. Where that leaves a rank too full, the fewest replicas that
+balance the layer (`gain`), and spares in the slots that are left (`spares`). A layer that owners
+alone balance gets none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_fssdp.planning.arrays import sum_by_owner
+from megatron_fssdp.planning.by_node import can_level, place_by_node
+from megatron_fssdp.planning.estimate import estimate
+from megatron_fssdp.planning.gain import place_codes
+from megatron_fssdp.planning.plan import Int64Array
+from megatron_fssdp.planning.spares import place_spares
+from megatron_fssdp.planning.topology import Topology
+
+# With spares, replicas first aim at this tolerance if the wanted one is looser: slots are filled
+# anyway, and ranks that end nearer the mean stand more drift.
+SPARE_TOLERANCE = 0.003
+# Where neither way balances a layer, node by node sends less: it may leave the fullest rank fuller,
+# by one part in this many.
+LESS_TRAFFIC_WORTH = 100
+# Targets tried when the wanted one cannot be met within the budget.
+TARGET_TRIES = 6
+# Steps of spreading with which plans are judged, and how near to the target they must be for it.
+ROUNDS = ((8, 1e9), (32, 1.06))
+
+
+def materialize_by_gain(
+    load_LE: Int64Array,
+    owner_LE: Int64Array,
+    topology: Topology,
+    num_replica_slots: int,
+    tolerance: float = 0.01,
+    most_replicas: int | None = None,
+    spare_tokens: int | None = None,
+) -> Int64Array:
+    """Add the fewest replicas that balance each layer; then, if asked, spares against drift.
+
+    Args:
+        load_LE: (L, E) int64, the predicted tokens of each expert.
+        owner_LE: (L, E) int64.
+        topology: the ranks and their nodes.
+        num_replica_slots: replicas that fit on a rank, per layer.
+        tolerance: a layer is balanced when its fullest rank has at most (1 + tolerance) times the
+            mean tokens; a balanced layer gets no replica at all.
+        most_replicas: replicas of a layer that its budget allows; None: any number.
+        spare_tokens: slots that are left get experts with at least this many tokens per instance;
+            None: no spares.
+
+    Returns:
+        (N, 3) int64: layer, expert and rank of each replica; of each rank, those that balance the
+        predicted loads first.
+    """
+    num_ranks = topology.num_ranks
+    limit = num_ranks * num_replica_slots if most_replicas is None else most_replicas
+    load_LR = sum_by_owner(load_LE, owner_LE, num_ranks)
+    balanced_L = _targets(load_LR, tolerance)
+    open_L = np.flatnonzero(load_LR.max(axis=1) > balanced_L)
+    if not len(open_L) or not num_replica_slots or not limit:
+        return np.zeros((0, 3), dtype=np.int64)
+    job = _Job(
+        load_LE[open_L],
+        owner_LE[open_L],
+        topology,
+        num_replica_slots,
+        balanced_L[open_L],
+        limit,
+        _owned_lists(owner_LE[open_L], num_ranks),
+    )
+    if spare_tokens is None:
+        replicas_N3 = _fewest(job, job.balanced_L)[0]
+    else:
+        wanted_L = _targets(load_LR, min(tolerance, SPARE_TOLERANCE))[open_L]
+        replicas_N3 = _by_traffic(job, wanted_L, spare_tokens)
+    replicas_N3[:, 0] = open_L[replicas_N3[:, 0]]
+    return replicas_N3
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Layers that need replicas, and what they may get.
+
+    Attributes:
+        load_LE, owner_LE: (L, E) int64.
+        topology: the ranks and their nodes.
+        num_slots: replicas that fit on a rank.
+        balanced_L: (L,) int64, tokens of the fullest rank that are good enough.
+        limit: replicas of a layer.
+        owned_LR: the experts of each rank.
+    """
+
+    load_LE: Int64Array
+    owner_LE: Int64Array
+    topology: Topology
+    num_slots: int
+    balanced_L: Int64Array
+    limit: int
+    owned_LR: list[list[list[int]]]
+
+    def part(self, layers: Int64Array) -> _Job:
+        """Some of the layers."""
+        return replace(
+            self,
+            load_LE=self.load_LE[layers],
+            owner_LE=self.owner_LE[layers],
+            balanced_L=self.balanced_L[layers],
+            owned_LR=[self.owned_LR[layer] for layer in layers.tolist()],
+        )
+
+
+def _targets(load_LR: Int64Array, tolerance: float) -> Int64Array:
+    """(L,) tokens that a rank may have: the tolerance above the mean, at least whole tokens."""
+    total_L, num_ranks = load_LR.sum(axis=1), load_LR.shape[1]
+    allowed_L = (total_L / num_ranks * (1 + tolerance)).astype(np.int64)
+    target_L: Int64Array = np.maximum(allowed_L, -(-total_L // num_ranks))
+    return target_L
+
+
+def _fewest(job: _Job, wanted_L: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Place the fewest replicas. Returns (N, 3) replicas and (L, R) tokens of each rank."""
+    num_ranks = job.topology.num_ranks
+    load_LR = sum_by_owner(job.load_LE, job.owner_LE, num_ranks)
+    placed_LR = load_LR.copy()
+    codes: list[int] = []
+    count_L: list[int] = []
+    for layer, (load_E, load_R, wanted) in enumerate(
+        zip(job.load_LE.tolist(), load_LR.tolist(), wanted_L.tolist(), strict=True)
+    ):
+        free_R = [job.num_slots] * num_ranks
+        placed, placed_R = _materialize_layer(
+            load_E, job.owned_LR[layer], load_R, free_R, wanted, job.limit
+        )
+        codes += placed
+        count_L.append(len(placed))
+        placed_LR[layer] = placed_R
+    layer_N = np.repeat(np.arange(len(count_L)), count_L)
+    expert_N, rank_N = np.divmod(np.array(codes, dtype=np.int64), num_ranks)
+    return np.stack([layer_N, expert_N, rank_N], axis=1), placed_LR
+
+
+def _with_spares(
+    job: _Job, replicas_N3: Int64Array, placed_LR: Int64Array, spare_tokens: int
+) -> Int64Array:
+    """Fill the slots that are left with spares."""
+    num_layers, num_ranks = placed_LR.shape
+    load_LR = sum_by_owner(job.load_LE, job.owner_LE, num_ranks)
+    free_LR = np.full((num_layers, num_ranks), job.num_slots)
+    free_LR = _free_slots(free_LR, replicas_N3, job.limit)
+    import_LR = np.maximum(placed_LR - load_LR, 0)
+    spares_N3 = place_spares(
+        job.load_LE,
+        job.owner_LE,
+        replicas_N3,
+        free_LR,
+        import_LR,
+        job.topology.node_R,
+        spare_tokens,
+    )
+    return np.concatenate([replicas_N3, spares_N3])
+
+
+def _judge(job: _Job, replicas_N3: Int64Array, reached_L: Int64Array) -> Int64Array:
+    """(L,) tokens of the fullest rank: what is reached, or what quotas could."""
+    reached_L = reached_L.copy()
+    for rounds, reach in ROUNDS:
+        layers = np.flatnonzero((reached_L > job.balanced_L) & (reached_L < job.balanced_L * reach))
+        if not len(layers):
+            return reached_L
+        part = job.part(layers)
+        fullest_L = estimate(
+            part.load_LE,
+            part.owner_LE,
+            _only(replicas_N3, layers, len(reached_L)),
+            job.topology.num_ranks,
+            rounds,
+        )
+        reached_L[layers] = np.minimum(reached_L[layers], fullest_L)
+    return reached_L
+
+
+def _only(replicas_N3: Int64Array, layers: Int64Array, num_layers: int) -> Int64Array:
+    """The replicas of some layers, which are numbered anew."""
+    number_L = np.full(num_layers, -1)
+    number_L[layers] = np.arange(len(layers))
+    rows_N3 = replicas_N3[number_L[replicas_N3[:, 0]] >= 0]
+    rows_N3[:, 0] = number_L[rows_N3[:, 0]]
+    return rows_N3
+
+
+def _by_traffic(job: _Job, wanted_L: Int64Array, spare_tokens: int) -> Int64Array:
+    """Fill slots node by node; where that does not balance, the fewest replicas, then spares."""
+    num_layers, num_ranks = len(wanted_L), job.topology.num_ranks
+    args = job.topology, job.num_slots, spare_tokens
+    is_open_L = can_level(job.load_LE, job.owner_LE, *args, job.balanced_L)
+    is_open_L &= job.limit >= num_ranks * job.num_slots
+    reached_L = np.full(num_layers, 1 << 62)
+    by_node_N3 = np.zeros((0, 3), dtype=np.int64)
+    for levels_last in (False, True):
+        layers = np.flatnonzero(is_open_L & (reached_L > job.balanced_L))
+        if not len(layers):
+            break
+        part = job.part(layers)
+        slots = place_by_node(part.load_LE, part.owner_LE, *args, wanted_L[layers], levels_last)
+        part_N3 = slots.replicas()
+        fullest_L = _judge(part, part_N3, slots.by_rank(num_ranks)[0].max(axis=1))
+        part_N3[:, 0] = layers[part_N3[:, 0]]
+        is_better_L = np.zeros(num_layers, dtype=bool)
+        is_better_L[layers] = fullest_L < reached_L[layers]
+        reached_L[layers] = np.minimum(fullest_L, reached_L[layers])
+        by_node_N3 = np.concatenate(
+            [by_node_N3[~is_better_L[by_node_N3[:, 0]]], part_N3[is_better_L[part_N3[:, 0]]]]
+        )
+    rest_L = np.flatnonzero(reached_L > job.balanced_L)
+    if not len(rest_L):
+        return by_node_N3
+    rest = job.part(rest_L)
+    fewest_N3, placed_LR = _fewest(rest, wanted_L[rest_L])
+    is_better_L = np.zeros(num_layers, dtype=bool)
+    gain_L = reached_L[rest_L] // LESS_TRAFFIC_WORTH
+    is_better_L[rest_L] = placed_LR.max(axis=1) <= reached_L[rest_L] - gain_L
+    with_spares_N3 = _with_spares(rest, fewest_N3, placed_LR, spare_tokens)
+    with_spares_N3[:, 0] = rest_L[with_spares_N3[:, 0]]
+    return np.concatenate(
+        [
+            by_node_N3[~is_better_L[by_node_N3[:, 0]]],
+            with_spares_N3[is_better_L[with_spares_N3[:, 0]]],
+        ]
+    )
+
+
+def _free_slots(free_LR: Int64Array, replicas_N3: Int64Array, limit: int) -> Int64Array:
+    """(L, R) slots that replicas leave, and no more of a layer than its budget leaves."""
+    used = replicas_N3[:, 0] * free_LR.shape[1] + replicas_N3[:, 2]
+    used_LR = np.bincount(used, minlength=free_LR.size).reshape(free_LR.shape)
+    free_LR = np.maximum(free_LR - used_LR, 0)
+    left_L = limit - used_LR.sum(axis=1)
+    before_LR = np.cumsum(free_LR, axis=1) - free_LR
+    return np.clip(left_L[:, None] - before_LR, 0, free_LR)
+
+
+def _owned_lists(owner_LE: Int64Array, num_ranks: int) -> list[list[list[int]]]:
+    """List each rank's experts, layer by layer; most layers share one sharding and one list."""
+    made: dict[bytes, list[list[int]]] = {}
+    result = []
+    for owner_E in owner_LE:
+        key = owner_E.tobytes()
+        if key not in made:
+            owned_R: list[list[int]] = [[] for _ in range(num_ranks)]
+            for expert, rank in enumerate(owner_E.tolist()):
+                owned_R[rank].append(expert)
+            made[key] = owned_R
+        result.append(made[key])
+    return result
+
+
+def _materialize_layer(
+    load_E: list[int],
+    owned_R: list[list[int]],
+    load_R: list[int],
+    free_R: list[int],
+    wanted: int,
+    limit: int,
+) -> tuple[list[int], list[int]]:
+    """Place one layer's replicas; relax the target as far as slots and budget demand.
+
+    Returns:
+        The replicas as `gain.place_codes` has them, and the tokens of each rank with them.
+    """
+    fullest = max(load_R)
+    low, high, target = wanted, fullest, wanted
+    best: tuple[int, list[int], list[int]] = (fullest, [], load_R)
+    for _ in range(TARGET_TRIES):
+        placed_R = load_R.copy()
+        placed = place_codes(load_E.copy(), owned_R, placed_R, target, free_R.copy())
+        reached = max(placed_R)
+        is_met = reached <= target and len(placed) <= limit
+        if len(placed) <= limit and reached < best[0]:
+            best = (reached, placed, placed_R)
+        if is_met:
+            high = target
+        else:
+            low = target
+        if (is_met and target == wanted) or high - low <= 1:
+            break
+        target = (low + high) // 2
+    return best[1], best[2]
