@@ -42,7 +42,9 @@ def test_flags_table_is_current() -> None:
 
 def test_linked_and_named_files_exist() -> None:
     targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
-    targets += [f"megatron_fssdp/{name}" for name in re.findall(r"`(\w+/\w+\.py)`", README)]
+    layers = "planning|collectives|experts|integration"
+    modules = re.findall(rf"`((?:{layers})/\w+\.py)`", README)
+    targets += [f"megatron_fssdp/{name}" for name in modules]
     targets += re.findall(r"`(scripts/\w+\.py|docs/\w+\.md)`", README)
     assert len(targets) > 10
     for target in targets:
