@@ -78,6 +78,21 @@ def _summarize(load: str, slots: int, group: list[Row]) -> Row:
     }
 
 
+def summarize_traffic(rows: list[Row]) -> Row:
+    """Count the cells in which the rival that sends least, at equal balance, sends less than we."""
+    ratios = np.array([row["bytes_ratio"] for row in rows if row["bytes_ratio"]])
+    over = [int((ratios > limit).sum()) for limit in (1.01, 1.05)]
+    return {
+        "what": "bytes between nodes, ours over the least rival's: cells over 1.01 / 1.05 / worst",
+        "planner": "gain",
+        "value": f"{over[0]} / {over[1]} of {len(ratios)} / {ratios.max():.2f}, mean"
+        f" {ratios.mean():.3f}",
+        "ideal": "0 / 0 / 1.00",
+        "over": over,
+        "mean": float(ratios.mean()),
+    }
+
+
 def print_table(console: Console, rows: Iterable[Row]) -> None:
     """Print all rows as one table."""
     table = Table(title="planner", header_style="bold", pad_edge=False)
@@ -124,6 +139,7 @@ def main() -> None:
     rows += yardstick_rows()
     cells = cell_rows(iterations, slots, args.quick)
     rows += summarize_cells(cells)
+    rows.append(summarize_traffic(cells))
     rows += training_rows()
     rows += stale_rows(2 if args.quick else 8)
     rows += calibration_rows(5 if args.quick else 40)

@@ -1,4 +1,4 @@
-"""Our materialization: the fewest replicas that balance a layer, then spares for drift.
+"""The fewest replicas that balance a layer: what `by_gain` does where nodes cannot do it alone.
 
 [Note: few replicas] A replica carries tokens from a rank above the target ("donor") to one below
 ("receiver"). Each donor needs at least one replica, each receiver that is used takes at least one,
@@ -60,10 +60,7 @@ def place_codes(
     """`place_replicas` with expert * R + rank for each replica: plain ints are cheaper to keep."""
     num_ranks = len(load_R)
     # Sorted tokens * R + rank: one int to compare, and ties go to the lower rank.
-    room = sorted(
-        (target - x) * num_ranks + r for r, x in enumerate(load_R) if x < target and free_R[r]
-    )
-    donors = sorted((x - target) * num_ranks + r for r, x in enumerate(load_R) if x > target)
+    room, donors = _sides(load_R, target, free_R)
     held = {expert * num_ranks + rank for expert, rank in there}
     placed: list[int] = []
     while donors and room:
@@ -117,6 +114,21 @@ def place_codes(
         elif moved > excess and free_R[giver]:
             insort(room, (moved - excess) * num_ranks + giver)
     return placed
+
+
+def _sides(load_R: list[int], target: int, free_R: list[int]) -> tuple[list[int], list[int]]:
+    """Return the ranks with room for tokens and those with too many, as sorted codes."""
+    room, donors = [], []
+    num_ranks = len(load_R)
+    for rank, load in enumerate(load_R):
+        if load < target:
+            if free_R[rank]:
+                room.append((target - load) * num_ranks + rank)
+        elif load > target:
+            donors.append((load - target) * num_ranks + rank)
+    room.sort()
+    donors.sort()
+    return room, donors
 
 
 def _cut_down(

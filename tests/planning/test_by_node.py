@@ -94,6 +94,15 @@ def test_estimate_is_no_promise_that_quotas_break(seed):
     assert load_R.max() <= said + plan.num_replicas + 1
 
 
+def test_estimate_of_huge_loads():
+    """2^40 tokens: the last places are dropped, nothing overflows."""
+    load_LE = np.array([[2**40, 0], [8, 0]], dtype=np.int64)
+    rows = np.array([(0, 0, 1), (1, 0, 1)])
+    said_L = estimate(load_LE, np.array([[0, 0], [0, 0]]), rows, 2, 8)
+    assert 2**39 <= said_L[0] <= 2**39 * 1.001
+    assert said_L[1] == 4
+
+
 def test_room_for_every_expert_means_no_token_leaves_its_node():
     """E = 32 on 4 nodes of 4, 8 slots a rank: each node can hold all that it lacks."""
     counts_RE = zipf_series(32, 16, 0.8, 1)[0]

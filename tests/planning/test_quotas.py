@@ -9,8 +9,10 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_matrix
 
 from megatron_fssdp.planning.cost import token_traffic, tokens_between_nodes
+from megatron_fssdp.planning.equalize import instance_loads, spread_near
 from megatron_fssdp.planning.plan import EMPTY, LayerPlan
-from megatron_fssdp.planning.quotas import balance, rank_loads, split_source
+from megatron_fssdp.planning.quota_tables import quota_tables
+from megatron_fssdp.planning.quotas import balance, good_enough_shift, rank_loads, split_source
 from megatron_fssdp.planning.topology import Topology
 from tests.planning.cases import make_plan, random_counts, random_plan, seeds
 
@@ -173,3 +175,25 @@ def test_few_turns_give_valid_quotas():
     quota_EI = balance(counts_RE, plan, (0,) * 10, turns=1)
     assert (quota_EI.sum(axis=1) == counts_RE.sum(axis=0)).all()
     assert (quota_EI >= 0).all()
+
+
+def test_spreading_inside_nodes_moves_no_token_between_them():
+    """Ragged, interleaved nodes: each expert keeps its sum on each node, no quota gets negative."""
+    rng = np.random.default_rng(4)
+    plan = random_plan(rng, 30, 9, 3)
+    nodes = (0, 1, 0, 1, 2, 2, 0, 1, 0)
+    tables = quota_tables(plan, nodes)
+    quota_N = rng.integers(0, 1000, len(tables.rank_N))
+    base_R = rng.integers(0, 3000, 9)
+    spread_N = spread_near(quota_N, base_R, tables)
+    assert (spread_N >= 0).all()
+    group_N = tables.expert_N * 3 + tables.node_N
+    assert (np.bincount(group_N, quota_N) == np.bincount(group_N, spread_N)).all()
+    before_R, after_R = (instance_loads(q_N, base_R, tables) for q_N in (quota_N, spread_N))
+    assert after_R.std() < before_R.std()
+
+
+def test_many_ranks_are_content_with_a_little_less():
+    """0.05 % below 256 ranks, then twice as much for twice the ranks, 0.8 % at the most."""
+    shifts = [good_enough_shift(ranks) for ranks in (8, 255, 256, 768, 1024, 1 << 20)]
+    assert shifts == [11, 11, 10, 9, 9, 7]
