@@ -6,6 +6,13 @@ parameter's gradient already holds its replicas' share when autograd hands it to
 and every hook that Megatron's DDP put there (gradient accumulation, overlapped reduce-scatter)
 runs once, as in plain expert parallelism.
 
+[Note: One order of gradients on every rank] Ranks of different expert-parallel groups have
+different plans, yet their experts' gradients meet in the buckets of expert data parallelism, which
+DDP reduces in the order in which they fill. So every rank, with or without copies, runs the same
+graph: each owned weight goes through a node of its own into the one function. Those nodes are
+numbered as they are made, and autograd runs the highest number first: gradients arrive in one
+fixed order, the reverse of the parameters', whatever the plan.
+
 [Note: Owned weights are not copied] An owned expert's slot is its parameter. Memory is taken for
 replicas only: one row per replica holds all of its weights, so that a copy is one message.
 
@@ -63,8 +70,8 @@ def materialize(
 ) -> SlotWeights:
     """Return the weights of this rank's slots, replicas fetched from their owners.
 
-    Collective among the ranks that send or receive a copy: they must call it, and run its
-    backward, in the same order. The other ranks issue nothing.
+    Every rank of the group must call it, and run its backward, in the same order, with or without
+    copies of its own (see the note on the order of gradients); only ranks with copies communicate.
 
     Args:
         plan: the layer's materialization.
@@ -77,11 +84,8 @@ def materialize(
         ascending rank. Empty slots alias some owned weights, without gradient.
     """
     num_weights = len(owned_weights[0])
-    flat = [weight for expert in owned_weights for weight in expert]
-    if plan.sent_slots or plan.received_slots:
-        outputs: Sequence[torch.Tensor] = _Materialize.apply(plan, num_weights, *flat)
-    else:
-        outputs = flat
+    flat = [weight.view_as(weight) for expert in owned_weights for weight in expert]
+    outputs: tuple[torch.Tensor, ...] = _Materialize.apply(plan, num_weights, *flat)
     filled = (*plan.owned_slots, *plan.received_slots)
     by_slot: dict[int, tuple[torch.Tensor, ...]] = {
         slot: tuple(outputs[index * num_weights : (index + 1) * num_weights])

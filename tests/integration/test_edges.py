@@ -179,3 +179,55 @@ def _only_model_parallel_groups(job: Job) -> set[int]:
 def test_replicas_travel_in_the_expert_parallel_group() -> None:
     for sizes in run_ranks(4, _only_model_parallel_groups, Job(ep=2, steps=3).as_fssdp()):
         assert sizes == {2}
+
+
+def _order_of_buckets(job: Job) -> tuple[list[list[int]], list[Any]]:
+    """Train EP and FSSDP; list the expert buckets in the order in which their reductions start."""
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    group = buffers._ParamAndGradBucketGroup
+    start_grad_sync = group.start_grad_sync
+    orders, results = [], []
+    for kind in (job, job.as_fssdp()):
+        run = TinyRun(kind)
+        number = {id(each): n for n, each in enumerate(run.model[0].expert_parallel_bucket_groups)}
+        order: list[int] = []
+
+        def noting(
+            self: Any, *args: Any, number: Any = number, order: Any = order, **options: Any
+        ) -> Any:
+            if id(self) in number:
+                order.append(number[id(self)])
+            return start_grad_sync(self, *args, **options)
+
+        group.start_grad_sync = noting
+        results.append(run.train())
+        group.start_grad_sync = start_grad_sync
+        orders.append(order)
+    return orders, results
+
+
+def test_buckets_are_reduced_in_one_order_whatever_the_plans() -> None:
+    """Gradients of the wrong experts were added up (symptom: a silently other loss).
+
+    Two expert-parallel groups, one skewed, one balanced, have different plans; their experts'
+    buckets meet in the expert-data-parallel groups, which reduce them in the order in which they
+    fill. A rank without copies used to fill its buckets in another order than its peer.
+    """
+    job = Job(
+        ep=2,
+        steps=5,
+        overlap_grad_reduce=True,
+        optimizer="sgd",
+        lr=0.1,
+        forced_experts=((0, 1), (0, 1), (0, 4), (0, 4)),
+    )
+    ranks = run_ranks(4, _order_of_buckets, job)
+    (_, first), _ = ranks[0]
+    assert len(set(first)) > 4, "one bucket has no order"
+    for orders, _ in ranks:
+        assert orders[0] == orders[1] == first
+    assert_equal_training(*([results[kind] for _, results in ranks] for kind in (1, 0)))
+    replicas = [results[1].replicas[-1] for _, results in ranks]
+    assert replicas[0] > 0
+    assert replicas[2] == 0

@@ -40,7 +40,7 @@ class Job:
     overlap_param_gather: bool = False
     params_dtype: torch.dtype = torch.float32
     router_skew: float = 2.0
-    # Experts that every token of an expert-parallel rank is sent to: one list a rank.
+    # Experts that every token of a rank is sent to: one list a rank (the lists repeat).
     forced_experts: tuple[tuple[int, ...], ...] | None = None
     # Parameters whose name contains this are frozen before DDP sees them.
     freeze: str | None = None
@@ -218,11 +218,10 @@ class TinyRun:
                 parameter.copy_(values)
 
     def _force_routing(self, experts: tuple[tuple[int, ...], ...]) -> None:
-        from megatron.core import parallel_state
         from megatron.core.transformer.moe.router import TopKRouter
 
         bias = torch.zeros(self.job.num_experts)
-        bias[list(experts[parallel_state.get_expert_model_parallel_rank()])] = 30.0
+        bias[list(experts[dist.get_rank() % len(experts)])] = 30.0
         for module in self.model[0].modules():
             if isinstance(module, TopKRouter):
                 gating = module.gating
