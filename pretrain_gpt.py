@@ -55,6 +55,8 @@ UNSUPPORTED = (
     "dataloader_inter_document_masking",
     "overlap_moe_expert_parallel_comm",
     "logits_load_dir",
+    "inprocess_restart",
+    "check_for_spiky_loss",
 )
 
 
@@ -189,7 +191,7 @@ def main() -> None:
     register()
     args = parse_and_validate_args()
     for name in UNSUPPORTED:
-        if getattr(args, name):
+        if getattr(args, name, None):
             raise ValueError(
                 f"--{name.replace('_', '-')} is not supported by this pretrain_gpt.py; run "
                 "Megatron-LM's own through python -m megatron_fssdp.launch."

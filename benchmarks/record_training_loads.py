@@ -45,7 +45,7 @@ def train_domain(prefix: str, stop_at: int, num_iterations: int, folder: Path) -
     command += ["--train-iters", str(num_iterations), "--exit-interval", str(stop_at)]
     command += ["--save", str(folder / "checkpoints"), "--load", str(folder / "checkpoints")]
     command += ["--data-path", prefix, "--data-cache-path", str(folder / "cache")]
-    command += ["--fssdp-load-log", str(log)]
+    command += ["--save-interval", "1000", "--fssdp-load-log", str(log)]
     subprocess.run(command, check=True, env=children_environment(), cwd=ROOT)
     return read_load_log(log).counts_ILRE
 

@@ -1,5 +1,6 @@
 """The `fssdp` command. Thin: each command parses, calls the library and prints."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -40,7 +41,7 @@ def doctor() -> None:
         "torch": found.torch,
         "CUDA": found.cuda or "no device: runs on CPUs over gloo",
         "megatron-core": found.megatron_core or "not found",
-        "Transformer Engine": found.transformer_engine or "not found: experts use torch grouped_mm",
+        "Transformer Engine": found.transformer_engine or "not found: experts use torch",
         "NVIDIA Apex": found.apex or "not found: Megatron uses torch instead",
     }
     for name, value in lines.items():
@@ -49,6 +50,19 @@ def doctor() -> None:
         typer.echo(f"Not supported: this plugin needs {versions.SUPPORTED_CORES_TEXT}.", err=True)
         raise typer.Exit(code=1)
     typer.echo(f"Supported: {versions.SUPPORTED_CORES_TEXT}.")
+
+
+@app.command()
+def calibrate(
+    output: Annotated[Path, typer.Argument(help="Cluster file (YAML) to write.")],
+    hidden_size: Annotated[int, typer.Option(help="Width of the model.")] = 2048,
+    ffn_size: Annotated[int, typer.Option(help="Width of an expert's hidden layer.")] = 2048,
+) -> None:
+    """Measure this machine's products and links. Under torchrun, the links between its ranks."""
+    from megatron_fssdp.tools.calibrate import calibrate as measure
+
+    measured = measure(output, hidden_size=hidden_size, ffn_size=ffn_size)
+    typer.echo(f"wrote {output}; measured: {measured['measured']}")
 
 
 def main() -> None:

@@ -20,8 +20,9 @@ class FSSDPConfig:
     most tokens are copied into other ranks' spare slots for one iteration."""
 
     fssdp_num_replica_slots: int = 2
-    """Spare expert slots of each rank in each MoE layer. Each holds the weights and the gradient
-    of one expert while the layer runs. 0 shards experts but copies none."""
+    """Spare expert slots of each rank in each MoE layer. A used slot holds one expert's weights
+    from the layer's forward to its backward, for each micro-batch in flight, and its gradient
+    during the backward. 0 copies no expert."""
 
     fssdp_prediction_window: int = 5
     """Iterations whose measured loads are averaged to predict the next iteration's."""
@@ -32,8 +33,8 @@ class FSSDPConfig:
     slots."""
 
     fssdp_ranks_per_node: int | None = None
-    """Ranks that share a node, so that tokens and copies stay on their node where they can.
-    Default: from the launcher (LOCAL_WORLD_SIZE)."""
+    """Ranks that share a node, in the order of global ranks, so that tokens and copies stay on
+    their node where they can. Default: ranks with the same host name share a node."""
 
     fssdp_planner: Literal["gain", "load"] = "gain"
     """Which experts are copied, and where. gain: each slot goes to the copy that lowers the
@@ -76,7 +77,7 @@ class FSSDPConfig:
 
     @property
     def overlap_degree(self) -> int | None:
-        """Experts per rank that may be copied unseen; None: measure it."""
+        """The paper's t; None: no limit besides the slots."""
         return None if self.fssdp_overlap_degree == "auto" else int(self.fssdp_overlap_degree)
 
     @classmethod

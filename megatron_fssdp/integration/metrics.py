@@ -73,20 +73,21 @@ class LoadRecorder:
         )
 
 
-def watch_routers(model: Iterable[torch.nn.Module], config: FSSDPConfig) -> FSSDPRuntime:
+def watching_runtime(config: FSSDPConfig) -> FSSDPRuntime:
+    """Return a runtime that records and plans nothing, for `watch_routers`."""
+    return FSSDPRuntime(replace(config, fssdp_num_replica_slots=0))
+
+
+def watch_routers(model: Iterable[torch.nn.Module], runtime: FSSDPRuntime) -> None:
     """Record the loads of stock MoE layers (`--moe-parallel ep`) through hooks on their routers.
 
     The layers stay Megatron's; the hooks count what the routers decided.
     """
-    owners_only = replace(config, fssdp_num_replica_slots=0)
-    runtime = FSSDPRuntime(owners_only, ranks_per_node=dist.get_world_size())
     for chunk in model:
         for layer in chunk.modules():
             if isinstance(layer, MoELayer):
                 index = runtime.add_layer(layer.config.num_moe_experts, layer.ep_group, 0)
                 layer.router.register_forward_hook(_counting(runtime, index, layer.ep_group))
-    attach(runtime, config)
-    return runtime
 
 
 def _counting(runtime: FSSDPRuntime, index: int, group: dist.ProcessGroup) -> Any:

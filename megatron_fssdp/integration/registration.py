@@ -23,6 +23,8 @@ from megatron_fssdp.config import FSSDPConfig
 from megatron_fssdp.integration import arguments, cpu_platform, validate, versions
 
 _registered = False
+# The runtime of the model that this process trains, if FSSDP or a load log is on.
+_runtimes: list[Any] = []
 
 
 def register() -> None:
@@ -80,7 +82,12 @@ def _refusing_our_flags(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _apply(config: FSSDPConfig) -> None:
-    """Make Megatron build our MoE layer, or watch its own, as the flags ask."""
+    """Make Megatron build our MoE layer, or watch its own, as the flags ask.
+
+    A second validation (an in-process restart) starts over with a new runtime.
+    """
+    if _runtimes:
+        _runtimes.pop().close()
     if config.moe_parallel == "ep" and config.fssdp_load_log is None:
         return
     from megatron.training import training
@@ -89,11 +96,27 @@ def _apply(config: FSSDPConfig) -> None:
     from megatron_fssdp.integration import metrics, spec
 
     if config.moe_parallel == "fssdp":
-        metrics.attach(spec.register(config), config)
-        _wrap(training, "setup_model_and_optimizer", _then(spec.assert_fssdp_layers))
+        runtime = spec.register(config)
     else:
-        watch = functools.partial(metrics.watch_routers, config=config)
-        _wrap(training, "setup_model_and_optimizer", _then(watch))
+        runtime = metrics.watching_runtime(config)
+    metrics.attach(runtime, config)
+    _runtimes.append(runtime)
+    if not getattr(training.setup_model_and_optimizer, "uses_model", None):
+        _wrap(training, "setup_model_and_optimizer", _then(_use_model))
+
+
+def _use_model(model: Any) -> None:
+    """Take the model that Megatron built, and count iterations as Megatron does."""
+    from megatron.training import get_args
+
+    from megatron_fssdp.integration import metrics, spec
+
+    runtime = _runtimes[-1]
+    if runtime.config.moe_parallel == "fssdp":
+        spec.assert_fssdp_layers(model)
+    else:
+        metrics.watch_routers(model, runtime)
+    runtime.iteration = get_args().iteration
 
 
 def _then(use_model: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -105,6 +128,7 @@ def _then(use_model: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Cal
             use_model(model)
             return (model, *others)
 
+        setup_model_and_optimizer.uses_model = use_model  # type: ignore[attr-defined]
         return setup_model_and_optimizer
 
     return wrap

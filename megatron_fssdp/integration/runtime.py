@@ -8,6 +8,7 @@ group have the same kinds of parameters, so all of them step, or (an overflow) n
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -158,15 +159,14 @@ class FSSDPRuntime:
 
     Args:
         config: the `--fssdp-*` settings.
-        ranks_per_node: ranks that share a node, for the topology.
     """
 
     config: FSSDPConfig
-    ranks_per_node: int
     listeners: list[Callable[[IterationRecord], None]] = field(default_factory=list)
     iteration: int = 0
     _layers: list[_LayerState] = field(default_factory=list)
     _predictors: dict[tuple[int, ...], SlidingMean] = field(default_factory=dict)
+    _topologies: dict[tuple[int, ...], Topology] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._hook = register_optimizer_step_post_hook(self._after_optimizer_step)
@@ -177,11 +177,24 @@ class FSSDPRuntime:
 
     def add_layer(self, num_experts: int, group: dist.ProcessGroup, expert_bytes: int) -> int:
         """Register a MoE layer, whose experts have `expert_bytes` each, and return its index."""
-        nodes = [rank // self.ranks_per_node for rank in dist.get_process_group_ranks(group)]
-        number = {node: index for index, node in enumerate(dict.fromkeys(nodes))}
-        topology = Topology(tuple(number[node] for node in nodes))
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if ranks not in self._topologies:
+            self._topologies[ranks] = self._find_topology(group)
+        topology = self._topologies[ranks]
         self._layers.append(_LayerState(num_experts, group, topology, expert_bytes))
         return len(self._layers) - 1
+
+    def _find_topology(self, group: dist.ProcessGroup) -> Topology:
+        """Ask every rank of the group for its node. Collective.
+
+        All ranks must agree, or they would make different plans; so a rank's own environment
+        (LOCAL_WORLD_SIZE differs between nodes of unequal size) decides nothing.
+        """
+        per_node = self.config.fssdp_ranks_per_node
+        mine = f"node {dist.get_rank() // per_node}" if per_node else socket.gethostname()
+        nodes: list[Any] = [None] * group.size()
+        dist.all_gather_object(nodes, mine, group=group)
+        return Topology.from_hosts(nodes)
 
     def num_slots(self, index: int) -> int:
         """Return S of a layer: the experts that a rank owns and its replica slots."""

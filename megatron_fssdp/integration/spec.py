@@ -7,7 +7,6 @@ replaces that one name, in that one module, by a partial of our subclass. `unreg
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from functools import partial
 
@@ -38,8 +37,7 @@ def register(config: FSSDPConfig) -> FSSDPRuntime:
             "megatron.core.models.gpt.moe_module_specs no longer builds MoE layers through the "
             "name MoELayer; this version of megatron-core is not supported by megatron-fssdp"
         )
-    ranks_per_node = config.fssdp_ranks_per_node or _ranks_per_node_from_launcher()
-    runtime = FSSDPRuntime(config, ranks_per_node)
+    runtime = FSSDPRuntime(config)
     moe_module_specs.MoELayer = partial(FSSDPMoELayer, runtime=runtime)
     return runtime
 
@@ -69,12 +67,3 @@ def assert_fssdp_layers(model: Iterable[torch.nn.Module]) -> None:
                     "supported; build them with megatron.core's get_moe_module_spec, or use "
                     "--moe-parallel ep"
                 )
-
-
-def _ranks_per_node_from_launcher() -> int:
-    """Return the ranks of this node, as torchrun or SLURM tell them; one node if they do not."""
-    for variable in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
-        value = os.environ.get(variable, "")
-        if value.isdigit() and int(value) > 0:
-            return int(value)
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1

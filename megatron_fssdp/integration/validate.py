@@ -253,6 +253,13 @@ RULES: tuple[Rule, ...] = (
         way_out="train in bf16",
     ),
     Rule(
+        flag="--optimizer-cuda-graph",
+        name="optimizer_cuda_graph",
+        is_bad=_is_set,
+        reason="a captured optimizer step would never end an iteration, and plans would not change",
+        way_out=_DROP,
+    ),
+    Rule(
         flag="--te-precision-config-file",
         name="te_precision_config_file",
         is_bad=_is_set,

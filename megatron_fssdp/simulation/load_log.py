@@ -29,7 +29,8 @@ class LoadLog:
     """A run's recorded loads; layers of all stages that have the same R and E, in stage order.
 
     Attributes:
-        iterations: (I,) int32.
+        iterations: (I,) int32, Megatron's iteration numbers, from 0. A run that resumed from an
+            older checkpoint repeats some.
         counts_ILRE: (I, L, R, E) int32, tokens by source rank and expert.
         loads_ILR: (I, L, R) int32, tokens that each rank computed.
         replicas_IL: (I, L) int32, replicas in use.
@@ -51,14 +52,27 @@ class LoadLog:
 
 
 class LoadLogWriter:
-    """Appends records to one stage's files. Raises OSError if the folder cannot be written."""
+    """Appends records to one stage's files, after those of the run that this one resumes.
+
+    Raises:
+        ValueError: if the folder holds the log of a model of another shape.
+        OSError: if the folder cannot be written.
+    """
 
     def __init__(self, folder: Path, stage: int, shapes: Sequence[tuple[int, int]]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        header = {"version": VERSION, "layers": [list(shape) for shape in shapes]}
-        (folder / f"loads-stage{stage}.json").write_text(json.dumps(header), encoding="utf-8")
-        self._shapes = list(shapes)
-        self._file = (folder / f"loads-stage{stage}.bin").open("wb")
+        header = json.dumps({"version": VERSION, "layers": [list(shape) for shape in shapes]})
+        path = folder / f"loads-stage{stage}.json"
+        if path.exists() and path.read_text(encoding="utf-8") != header:
+            raise ValueError(
+                f"{path} is of a model with other MoE layers or another expert-parallel size; "
+                "give --fssdp-load-log another folder"
+            )
+        path.write_text(header, encoding="utf-8")
+        self._file = path.with_suffix(".bin").open("ab")
+        # A job that was killed may have left a torn record, which must not shift the next ones.
+        size = 4 * record_size(shapes)
+        self._file.truncate(self._file.tell() // size * size)
 
     def append(
         self,
@@ -83,6 +97,11 @@ class LoadLogWriter:
         self._file.close()
 
 
+def record_size(shapes: Sequence[tuple[int, int]]) -> int:
+    """Return the int32 numbers of one record, for layers of these (ranks, experts)."""
+    return 1 + sum(ranks * experts + ranks + 2 for ranks, experts in shapes)
+
+
 def read_load_log(folder: str | Path) -> LoadLog:
     """Read a folder that a run wrote; the iterations that all its stages finished.
 
@@ -101,7 +120,7 @@ def read_load_log(folder: str | Path) -> LoadLog:
         if header.get("version") != VERSION:
             raise ValueError(f"{path} has format {header.get('version')}; this reads {VERSION}")
         stage_shapes = [(int(ranks), int(experts)) for ranks, experts in header["layers"]]
-        size = 1 + sum(ranks * experts + ranks + 2 for ranks, experts in stage_shapes)
+        size = record_size(stage_shapes)
         values = np.fromfile(path.with_suffix(".bin"), dtype=np.int32)
         records.append(values[: len(values) // size * size].reshape(-1, size))
         shapes += stage_shapes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,14 @@ JOB = Job(ep=2, steps=4, num_experts=8, num_microbatches=2)
 
 
 def _train_ep_watched(job: Job, folder: str) -> tuple[Trained, Trained]:
-    from megatron_fssdp.integration.metrics import watch_routers
+    from megatron_fssdp.integration.metrics import attach, watch_routers, watching_runtime
 
     plain = TinyRun(job).train()
     run = TinyRun(job)
-    runtime = watch_routers(run.model, FSSDPConfig(fssdp_load_log=folder))
+    config = FSSDPConfig(fssdp_load_log=folder)
+    runtime = watching_runtime(config)
+    attach(runtime, config)
+    watch_routers(run.model, runtime)
     watched = run.train()
     runtime.close()
     return plain, watched
@@ -62,6 +66,12 @@ def test_load_logs_of_both(tmp_path: Path) -> None:
     data = (fssdp / "loads-stage0.bin").read_bytes()
     (fssdp / "loads-stage0.bin").write_bytes(data[:-7])
     assert read_load_log(fssdp).iterations.tolist() == [0, 1, 2]
+    # The job that resumes appends after it.
+    run_ranks(4, _train_fssdp_logged, JOB.as_fssdp(), str(fssdp))
+    assert read_load_log(fssdp).iterations.tolist() == [0, 1, 2, 0, 1, 2, 3]
+    # Another model must not.
+    with pytest.raises(AssertionError, match="give --fssdp-load-log another folder"):
+        run_ranks(4, _train_fssdp_logged, replace(JOB, num_experts=4).as_fssdp(), str(fssdp))
 
 
 def test_bad_logs_are_refused_with_a_sentence(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def register_with(monkeypatch: pytest.MonkeyPatch, *models: torch.nn.Module) -> 
     monkeypatch.setattr(
         training, "setup_model_and_optimizer", lambda *rest, **options: (list(models), "opt", None)
     )
+    monkeypatch.setattr("megatron.training.get_args", lambda: Namespace(iteration=7))
     registration.register()
 
 
@@ -83,6 +84,19 @@ def test_fssdp_builds_our_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments.validate_args(settings(moe_parallel="fssdp"), {})
     assert moe_module_specs.MoELayer is not MoELayer
     assert training.setup_model_and_optimizer("any")[1:] == ("opt", None)
+    # A resumed run goes on counting where Megatron does.
+    assert registration._runtimes[-1].iteration == 7
+
+
+def test_a_second_validation_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An in-process restart validates again: two runtimes would count everything twice."""
+    register_with(monkeypatch, torch.nn.Linear(1, 1))
+    arguments.validate_args(settings(moe_parallel="fssdp"), {})
+    wrapped, first = training.setup_model_and_optimizer, registration._runtimes[-1]
+    arguments.validate_args(settings(moe_parallel="fssdp"), {})
+    assert training.setup_model_and_optimizer is wrapped
+    assert len(registration._runtimes) == 1
+    assert registration._runtimes[-1] is not first
 
 
 def test_fssdp_stops_on_a_stock_layer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ BAD = {
     "fp8": "--fp8-format hybrid",
     "fp4": "--fp4-format e2m1",
     "te_precision_config_file": "--te-precision-config-file x.yaml",
+    "optimizer_cuda_graph": "--optimizer-cuda-graph",
     "use_megatron_fsdp": "--use-megatron-fsdp",
     "use_torch_fsdp2": "--use-torch-fsdp2",
     "optimizer": "--optimizer muon",
