@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Pretrain a GPT model with Megatron, plain EP or FSSDP. Run it under torchrun.
 
 Takes every flag of Megatron-LM's script of this name that plain pretraining needs, plus

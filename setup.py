@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Package metadata; the build system and the tools' settings are in pyproject.toml."""
 
 import re
@@ -14,7 +16,7 @@ setup(
     description="Balanced Mixture-of-Experts training in Megatron-LM by sparse expert replication",
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_fssdp", "megatron_fssdp.*"]),
     package_data={"megatron_fssdp": ["py.typed", "data/traces/*"]},
@@ -46,7 +48,6 @@ setup(
     },
     entry_points={"console_scripts": ["fssdp=megatron_fssdp.cli:main"]},
     classifiers=[
-        "License :: OSI Approved :: Apache Software License",
         "Programming Language :: Python :: 3.12",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Time one MoE layer, EP against FSSDP, forward and backward, on 2 gloo ranks of one thread each.
 
 Routing is fixed, not learned, so that every run computes the same: `skewed` sends 80 % of all

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """The planner against its rivals: one table, one run, the ideal beside each figure.
 
     python benchmarks/planner.py [--quick] [--json FILE]

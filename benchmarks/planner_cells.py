@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """One cell of the planner benchmark: every planner on one load series."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """What `planner.py` measures: each function returns rows of its table."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Record the expert loads of a training whose text changes domain: data for the planner benchmark.
 
 Trains `make train`'s model under plain EP, one domain of the corpus after the other, each for the

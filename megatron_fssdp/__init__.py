@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Fully Sharded Sparse Data Parallelism for Mixture-of-Experts training in Megatron-LM.
 
 Importing the package imports neither torch nor Megatron: the planning and simulation tools run

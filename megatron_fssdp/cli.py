@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """The `fssdp` command. Thin: each command parses, calls the library and prints."""
 
 from pathlib import Path

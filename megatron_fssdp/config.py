@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """The settings: the only list of them.
 
 Each field is a command-line flag (`fssdp_num_replica_slots` is `--fssdp-num-replica-slots`) and

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Run an unmodified Megatron script with FSSDP's flags.
 
     torchrun --nproc-per-node 8 -m megatron_fssdp.launch pretrain_gpt.py --moe-parallel fssdp ...

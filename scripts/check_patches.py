@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Check that the patch for a Megatron-LM checkout applies to it, without changing it.
 
 Usage: python scripts/check_patches.py path/to/Megatron-LM

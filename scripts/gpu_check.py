@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Check on one GPU what CI cannot: correct on CUDA tensors, and no host synchronisation.
 
     python scripts/gpu_check.py [--device cuda]

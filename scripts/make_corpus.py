@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Write a small corpus of real text, found on every Python installation, for Megatron.
 
 Usage: python scripts/make_corpus.py OUTPUT_DIR [--max-bytes-per-domain N]

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Train a small GPT-MoE on real text twice, plain EP and FSSDP, and compare. This is `make train`.
 
 Everything lands under runs/: the corpus, the logs, the recorded loads and the picture. Four ranks

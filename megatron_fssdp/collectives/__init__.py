@@ -1,1 +1,3 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """SparseAllGather and SparseReduceScatter over a torch.distributed group."""

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """The sparse collectives by dense ones: slow, obvious, the oracle of the tests."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """SparseAllGather and SparseReduceScatter as grouped point-to-point messages.
 
 The two collectives of the paper's section 3.1: spAG(P, P') fills the replica slots from the

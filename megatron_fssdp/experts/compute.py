@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """A linear layer over slot weights, for rows grouped by slot."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Materialization: the weights of a rank's slots, from the parameters that the ranks own.
 
 [Note: Gradients are complete before Megatron sees them] The slots' weights are the outputs of one

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Quotas on the device: `planning.quotas` in torch operations, equal to the token.
 
 Static shapes and no host synchronisation: nothing here asks the device for a number. Whole-number

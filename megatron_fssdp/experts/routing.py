@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """From the router's experts to physical ones: which slot each (token, expert) pair goes to.
 
 Shape letters: T tokens of this rank, E experts, I instances of an expert, P physical experts

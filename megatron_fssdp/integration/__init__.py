@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Everything that touches Megatron. No other part of the package imports it.
 
 `register()` is what every way of starting (pretrain_gpt.py here, the launcher, a patched

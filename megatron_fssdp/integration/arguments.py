@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """The flags of `--moe-parallel` and `--fssdp-*`, built from `FSSDPConfig`."""
 
 from argparse import ArgumentParser

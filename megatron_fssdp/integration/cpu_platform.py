@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Let Megatron train on CPUs over gloo: for the quick start, the tests and CI.
 
 Megatron names CUDA outright in a few hundred places. Nothing in its arithmetic needs a GPU, so

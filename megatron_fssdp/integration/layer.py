@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """FSSDPMoELayer: Megatron's MoE layer with physical expert slots behind its logical experts.
 
 Router, aux losses, shared experts, token dispatcher and expert module are Megatron's. Between the

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """What a run shows of its balance: a console line, and the load log.
 
 Everything here listens to the runtime's iteration records, once per iteration, off the hot path.

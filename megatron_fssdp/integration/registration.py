@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Hook the plugin into megatron.training: the only place that replaces its functions.
 
     Megatron's function (module)                    replaced     what is added

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """The runtime: loads in, plans out, once per iteration, for all MoE layers of this process.
 
 [Note: When a plan changes] Every forward of an iteration, and every replay of activation

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Run Megatron's expert modules on slot weights instead of their own parameters.
 
 The stock experts module (TEGroupedMLP, or SequentialMLP without Transformer Engine) stays the

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Put FSSDP's MoE layer where Megatron builds its own.
 
 Megatron's spec functions (GPT, hybrid and MTP blocks alike) name `MoELayer` through the module

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Refuse settings that FSSDP would get wrong, before any process group exists.
 
 Runs on every rank after Megatron's own checks, on the same arguments, so all ranks stop with the

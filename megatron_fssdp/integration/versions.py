@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """The only place that asks which versions are installed."""
 
 import importlib.metadata

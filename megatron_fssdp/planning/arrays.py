@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Whole-array helpers that the steps of materialization share."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Our materialization: replicas where they save most, for all layers of a model.
 
 Two ways are tried for each layer. Node by node (`by_node`), which sends least: replicas keep tokens

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Replicas node by node: what keeps most tokens on its node, then what levels the node.
 
 Each node chooses for its free slots by tokens. The first instance of an expert on a node keeps

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Calibration: when the gate has decided, add what the plan lacks (section 4.2 of the paper).
 
 The extra replicas travel on the critical path, so they are accepted only where the layer gets

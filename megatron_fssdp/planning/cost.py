@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """What a layer takes: seconds and bytes of one forward and backward, from whole-number plans.
 
 The model counts what differs between plans. A step's time is set by its fullest rank, network

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Make ranks equally full by moving tokens between the instances of experts.
 
 [Note: why this is the least possible] A quota vector is settled when no expert has tokens on a

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """A quick look at what the best quotas make of a plan, all layers at once."""
 
 from __future__ import annotations

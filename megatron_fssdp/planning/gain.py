@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """The fewest replicas that balance a layer: what `by_gain` does where nodes cannot do it alone.
 
 [Note: few replicas] A replica carries tokens from a rank above the target ("donor") to one below

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Keep tokens on their node where the balance leaves room for it."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Materialization: which ranks get replicas of which experts for one iteration.
 
 Algorithm 1 of the paper is here; ours is in `by_gain`.

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """The slots of all nodes of all layers, filled in whole-array steps: one step, one slot a node."""
 
 from __future__ import annotations

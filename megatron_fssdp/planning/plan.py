@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """The plan: which expert every slot of every rank holds, for all MoE layers of a model chunk.
 
 Shape letters, here and everywhere in `planning`:

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """The planner: loads, owners, topology and settings in, a plan for all layers out."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Predict the next iteration's loads from those seen. Whole numbers in and out.
 
 Every rank runs the same predictor on the same counts and must get the same bytes, so states are

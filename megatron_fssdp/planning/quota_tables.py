@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """What the quota routine knows of a layer's plan before any token is counted.
 
 Only replicated experts matter here: they are renumbered 0..X-1, and their instances form one flat

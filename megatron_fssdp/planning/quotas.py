@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Quotas: how many tokens of each expert every instance computes, and whose.
 
 Whole numbers only: every rank computes the same quotas from the same counts. The paper keeps a

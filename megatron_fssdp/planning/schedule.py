@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """A layer's plan as the sends and receives of each rank: pure arithmetic, no communication."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Sharding: which rank owns each expert's parameters and optimizer state.
 
 `shard_evenly` is Megatron's own layout, where training starts. `shard_by_load` is the paper's

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Spare replicas: what the slots that are left can do against drift and for traffic.
 
 The fewest replicas that balance the predicted loads have nothing left when the loads differ from

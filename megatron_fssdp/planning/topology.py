@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Topology: which node each rank is on, and what a byte costs inside and between nodes."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """The load log: what every iteration routed, in append-only files that numpy alone can read.
 
 A folder has one pair of files per pipeline stage that owns MoE layers:

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Load series to try planners on: made ones and recorded ones.
 
 All are tokens: (T iterations, R source ranks, E experts) int64 for one layer.

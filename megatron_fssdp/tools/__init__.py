@@ -1,1 +1,3 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """What the `fssdp` command does, as plain functions."""

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Measure the machine for the cost model: how fast it multiplies, and what its links carry.
 
     fssdp calibrate cluster.yaml                            one process: products, a local link

@@ -72,6 +72,7 @@ def test_resumed_run_equals_the_uninterrupted_one(pair: str, tmp_path: Path) -> 
     resumed = [half for _, half in halves]
     for rank in range(4):
         assert resumed[rank].losses == pytest.approx(whole[rank].losses[3:], rel=1e-5)
+        assert resumed[rank].grad_norms == pytest.approx(whole[rank].grad_norms[3:], rel=1e-5)
     ours, theirs = merge(resumed, "params"), merge(whole, "params")
     for name, value in theirs.items():
         scale = value.abs().max().item()

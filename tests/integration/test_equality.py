@@ -1,8 +1,10 @@
 """FSSDP trains like plain expert parallelism: losses, gradient norms, weights, Adam moments.
 
-Tolerances: everything here is fp32. A replica's gradient is summed at its owner, so sums run in
-another order than EP's: relative 1e-5 after 20 steps allows for that. The first forward has no
-sum in another order (top-2: a + b = b + a), so it is bit-equal.
+Tolerances: fp32 unless said otherwise. A replica's gradient is summed at its owner, so sums run in
+another order than EP's: losses and gradient norms agree to relative 1e-5 after 20 steps; weights,
+gradients and moments to 1e-4 of each tensor's largest element, because an element near zero carries
+the rounding of the large terms that made it. The first forward has no sum in another order (top-2:
+a + b = b + a), so it is bit-equal.
 """
 
 from __future__ import annotations
@@ -167,11 +169,20 @@ def test_pipeline_parallel() -> None:
 
 
 def test_bf16() -> None:
-    """bf16 sums in another order: 8 bits of mantissa, so 2 % after 4 steps."""
-    job = Job(ep=2, steps=4, params_dtype=torch.bfloat16)
+    """bf16 keeps 8 bits: gradients agree to a few per cent of each tensor's largest element.
+
+    A missing replica's share would be tens of per cent.
+    """
+    job = Job(ep=2, steps=3, params_dtype=torch.bfloat16)
     want, got = train(2, job, job.as_fssdp())
+    assert_replicated(got)
     assert got[0].losses[0] == want[0].losses[0]
-    assert got[0].losses == pytest.approx(want[0].losses, rel=0.02)
+    assert got[0].losses == pytest.approx(want[0].losses, rel=2e-3)
+    assert got[0].grad_norms == pytest.approx(want[0].grad_norms, rel=0.02)
+    ours, theirs = merge(got, "grads"), merge(want, "grads")
+    for name, gradient in theirs.items():
+        error = (ours[name] - gradient).abs().max() / gradient.abs().max()
+        assert error < 0.05, f"{name}: {error:.3f}"
 
 
 def test_runs_repeat_bit_for_bit() -> None:

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Planners of other systems, for comparison only; written from their public descriptions."""
 
 from megatron_fssdp.simulation.baselines import (

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """What the baselines share: their interface, and the way from placements to a `LayerPlan`."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """ECHO (Megatron-LM#2368), its one-shot greedy planner: match spilled tokens with room, in order.
 
 Each rank keeps its small experts and spills what exceeds the mean. The spills of all ranks laid end

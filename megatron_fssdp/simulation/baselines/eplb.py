@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """DeepSeek's EPLB (its README): replicate hot experts, pack the copies evenly; two policies.
 
 Global: copies go to the experts with most tokens per copy, then to the ranks. Hierarchical: groups

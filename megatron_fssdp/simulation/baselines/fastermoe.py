@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """FasterMoE (PPoPP 2022): "shadow" the hottest experts on every rank.
 
 Hottest first, an expert is shadowed while that lowers the modelled time of the fullest rank by more

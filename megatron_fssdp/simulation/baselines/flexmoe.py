@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """FlexMoE (SIGMOD 2023): expand, shrink and migrate "vExperts" until the balance is good enough.
 
 An expert's tokens are split evenly over its vExperts. While the fullest rank exceeds `RATIO` times

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """LAER-MoE (arXiv 2602.11686): a new layout from the loads, greedily.
 
 FSEP can restore any layout at the same cost, so it plans freely: copies by tokens per copy from a

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """MoonEP (MoonshotAI; Megatron-LM#7450): pair the fullest rank with the emptiest.
 
 The receiver's whole lack comes from that one sender, which may end below the mean and receive in

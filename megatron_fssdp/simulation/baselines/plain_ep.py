@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Plain expert parallelism: every expert at home, no replicas."""
 
 from __future__ import annotations

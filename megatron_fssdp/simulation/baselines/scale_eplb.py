@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """Scale-EPLB (ZhuJc-done/EP_balance): repair the fullest rank, again and again.
 
 The fullest rank moves min(tokens of the expert, half the gap) of the (expert, rank) pair for which

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """SmartMoE (ATC 2023): exchange experts between ranks, no replicas.
 
 Online it picks, from the loads, an assignment of experts to ranks with the same number on each:

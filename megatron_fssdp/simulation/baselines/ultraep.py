@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 """UltraEP (Dots-Infra, its quota planner): search the least target that a greedy can meet.
 
 For a target T, the fullest rank exports its hottest expert to the rank with most room, as much as
