@@ -15,7 +15,7 @@ test: setup lint
 lint: setup
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
-	@.venv/bin/mypy megatron_fssdp scripts benchmarks
+	@.venv/bin/mypy megatron_fssdp scripts benchmarks pretrain_gpt.py
 
 bench: setup
 	@$(PY) benchmarks/layer.py

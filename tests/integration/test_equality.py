@@ -182,7 +182,7 @@ def test_bf16() -> None:
     ours, theirs = merge(got, "grads"), merge(want, "grads")
     for name, gradient in theirs.items():
         error = (ours[name] - gradient).abs().max() / gradient.abs().max()
-        assert error < 0.05, f"{name}: {error:.3f}"
+        assert error < 0.1, f"{name}: {error:.3f}"
 
 
 def test_runs_repeat_bit_for_bit() -> None:
