@@ -15,7 +15,9 @@ test: setup lint
 lint: setup
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
-	@.venv/bin/mypy megatron_fssdp scripts benchmarks pretrain_gpt.py
+	@.venv/bin/mypy megatron_fssdp pretrain_gpt.py
+	@.venv/bin/mypy scripts
+	@.venv/bin/mypy benchmarks
 
 bench: setup
 	@$(PY) benchmarks/layer.py

@@ -39,12 +39,14 @@ class FSSDPConfig:
     their node where they can. Default: ranks with the same host name share a node."""
 
     fssdp_planner: Literal["gain", "load"] = "gain"
-    """Which experts are copied, and where. gain: each slot goes to the copy that lowers the
-    fullest rank most. load: the paper's algorithm 1, the most loaded experts first."""
+    """Which experts are copied, and where. gain: the copies that lower the fullest rank most; in a
+    layer that needs any, slots that are left get spare copies, against drift. load: the paper's
+    algorithm 1, the most loaded experts first, also where loads are even."""
 
     fssdp_balance_tolerance: float = 0.01
-    """Fraction by which the fullest rank may exceed the mean tokens: below it no further expert
-    is copied, and what is left of it is spent on keeping tokens on their node."""
+    """Fraction by which the fullest rank may exceed the mean tokens. A layer predicted below it
+    gets no replica (planner gain), and what is left of it is spent on keeping tokens on their
+    node."""
 
     fssdp_log_plan: int = 0
     """Iterations between two printed lines of balance, replicas and copied megabytes; 0: none."""
@@ -55,16 +57,17 @@ class FSSDPConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that no cluster makes right."""
-        for name, least in (
-            ("fssdp_num_replica_slots", 0),
-            ("fssdp_prediction_window", 1),
-            ("fssdp_ranks_per_node", 1),
-            ("fssdp_balance_tolerance", 0),
-            ("fssdp_log_plan", 0),
+        for name, least, most in (
+            ("fssdp_num_replica_slots", 0, 10_000),
+            ("fssdp_prediction_window", 1, 10_000),
+            ("fssdp_ranks_per_node", 1, 1_000_000),
+            ("fssdp_balance_tolerance", 0, 10),
+            ("fssdp_log_plan", 0, 1_000_000_000),
         ):
             value = getattr(self, name)
-            if value is not None and not value >= least:
-                raise ValueError(f"{flag_of(name)} is {value}; use {least} or more.")
+            # Written so that NaN is refused too.
+            if value is not None and not least <= value <= most:
+                raise ValueError(f"{flag_of(name)} is {value}; use {least} to {most}.")
         for name in ("moe_parallel", "fssdp_planner"):
             allowed = ALLOWED[name]
             if getattr(self, name) not in allowed:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import dataclasses
 import itertools
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,3 +64,24 @@ def test_readme_speaks_of_the_project_alone() -> None:
     for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("patches/*.md")):
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"@[A-Z_]+@|TODO|/root/|/work/|/tmp/", text), path
+
+
+def test_cpu_example_trains() -> None:
+    """The README's own lines, as they stand."""
+    start = README.index("    flags=$(python -c")
+    block = README[start : README.index("--fssdp-log-plan 1", start)] + "--fssdp-log-plan 1"
+    answer = subprocess.run(
+        ["bash", "-ec", block],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env={
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+        },
+    )
+    assert answer.returncode == 0, answer.stdout[-2000:] + answer.stderr[-2000:]
+    assert "fssdp iteration        5 | fullest rank / mean tokens" in answer.stdout

@@ -68,7 +68,7 @@ class Materialization:
 
 
 def materialize(
-    plan: Materialization, owned_weights: Sequence[Sequence[torch.Tensor]]
+    plan: Materialization, owned_weights: Sequence[Sequence[torch.Tensor]], *, is_trained: bool
 ) -> SlotWeights:
     """Return the weights of this rank's slots, replicas fetched from their owners.
 
@@ -79,6 +79,9 @@ def materialize(
         plan: the layer's materialization.
         owned_weights: for each owned expert its W weights, of one dtype; shapes equal over all
             experts and ranks. Autograd flows into them.
+        is_trained: whether any rank's weights require gradients: then every rank takes part in
+            the backward, also one that owns only frozen experts, for it may hold replicas of
+            others. Equal on all ranks.
 
     Returns:
         For each slot its W weights. Gradients of replicas travel back to the owners: an owned
@@ -87,7 +90,8 @@ def materialize(
     """
     num_weights = len(owned_weights[0])
     flat = [weight.view_as(weight) for expert in owned_weights for weight in expert]
-    outputs: tuple[torch.Tensor, ...] = _Materialize.apply(plan, num_weights, *flat)
+    trained = flat[0].new_empty(0, requires_grad=is_trained)
+    outputs: tuple[torch.Tensor, ...] = _Materialize.apply(plan, num_weights, trained, *flat)
     filled = (*plan.owned_slots, *plan.received_slots)
     by_slot: dict[int, tuple[torch.Tensor, ...]] = {
         slot: tuple(outputs[index * num_weights : (index + 1) * num_weights])
@@ -102,7 +106,11 @@ class _Materialize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Materialization, num_weights: int, *owned: torch.Tensor
+        ctx: Any,
+        plan: Materialization,
+        num_weights: int,
+        trained: torch.Tensor,
+        *owned: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.plan, ctx.num_weights = plan, num_weights
         shapes = [weight.shape for weight in owned[:num_weights]]
@@ -135,7 +143,7 @@ class _Materialize(torch.autograd.Function):
             if slot in rows:
                 first = index * num_weights
                 owned_grads[first : first + num_weights] = _unpack(rows[slot], shapes)
-        return None, None, *owned_grads
+        return None, None, None, *owned_grads
 
 
 def _transfer(collective: Any, rows: dict[int, torch.Tensor], plan: Materialization) -> None:

@@ -66,6 +66,7 @@ class FSSDPMoELayer(MoELayer):
             build_slot_experts(self.experts, num_slots, self.submodules.experts, groups),
         )
         self._slot_weights: SlotWeights | None = None
+        self._is_trained: bool | None = None
 
     def preprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
@@ -80,7 +81,11 @@ class FSSDPMoELayer(MoELayer):
             routing_map, probs, split_EI, layer.physical_EI, layer.num_physical
         )
         self._wait_for_parameters()
-        self._slot_weights = materialize(layer.materialization, self._slot_experts.owned_weights)
+        self._slot_weights = materialize(
+            layer.materialization,
+            self._slot_experts.owned_weights,
+            is_trained=self._is_any_expert_trained(routing_map.device),
+        )
         return super().preprocess(hidden_states, probs, routing_map)
 
     def routed_experts_compute(
@@ -95,6 +100,16 @@ class FSSDPMoELayer(MoELayer):
         weights, self._slot_weights = self._slot_weights, None
         output = self._slot_experts(rows, tokens_per_slot, row_probs, weights)
         return self.token_dispatcher.combine_preprocess(output), None
+
+    def _is_any_expert_trained(self, device: torch.device) -> bool:
+        # Asked once: some ranks' experts may all be frozen, and the ranks must agree. Freezing
+        # comes before DDP, so it does not change after the first forward.
+        if self._is_trained is None:
+            trained = any(p.requires_grad for p in self.experts.parameters())
+            flag = torch.tensor([int(trained)], device=device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.ep_group)
+            self._is_trained = bool(flag.item())
+        return self._is_trained
 
     def _wait_for_parameters(self) -> None:
         # With --overlap-param-gather DDP waits for a parameter in the forward pre-hook of the

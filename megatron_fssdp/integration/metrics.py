@@ -24,11 +24,26 @@ from megatron_fssdp.simulation.load_log import LoadLogWriter
 
 
 def attach(runtime: FSSDPRuntime, config: FSSDPConfig) -> None:
-    """Let a runtime report as the flags ask."""
+    """Let a runtime report as the flags ask. Collective, after the model is built.
+
+    Raises:
+        ValueError: on every rank, if one of them cannot write the load log.
+    """
     if config.fssdp_log_plan:
         runtime.listeners.append(PlanPrinter(config.fssdp_log_plan))
-    if config.fssdp_load_log is not None:
-        runtime.listeners.append(LoadRecorder(Path(config.fssdp_load_log)))
+    if config.fssdp_load_log is None:
+        return
+    problem: str | None = None
+    try:
+        recorder = LoadRecorder(Path(config.fssdp_load_log), runtime.layer_shapes())
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    if any(problems):
+        first = next(each for each in problems if each)
+        raise ValueError(f"--fssdp-load-log {config.fssdp_load_log} cannot be written: {first}")
+    runtime.listeners.append(recorder)
 
 
 class PlanPrinter:
@@ -54,25 +69,28 @@ class PlanPrinter:
 class LoadRecorder:
     """Writes the load log of this rank's pipeline stage (expert-data-parallel replica 0)."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, shapes: list[tuple[int, int]]) -> None:
         self._writer: LoadLogWriter | None = None
+        if shapes and _speaks_for_stage():
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+            num_stages = parallel_state.get_pipeline_model_parallel_world_size()
+            self._writer = LoadLogWriter(folder, stage, num_stages, shapes)
 
     def __call__(self, record: IterationRecord) -> None:
-        """Append an iteration."""
-        if not _speaks_for_stage():
-            return
+        """Append an iteration. A full disk ends the log, not the training."""
         if self._writer is None:
-            stage = parallel_state.get_pipeline_model_parallel_rank()
-            shapes = [counts.shape for counts in record.counts_LRE]
-            self._writer = LoadLogWriter(self._folder, stage, shapes)
-        self._writer.append(
-            record.iteration,
-            record.counts_LRE,
-            record.loads_LR,
-            [plan.num_replicas for plan in record.plans],
-            [num_bytes // 1000 for num_bytes in record.copied_bytes_L],
-        )
+            return
+        try:
+            self._writer.append(
+                record.iteration,
+                record.counts_LRE,
+                record.loads_LR,
+                [plan.num_replicas for plan in record.plans],
+                [num_bytes // 1000 for num_bytes in record.copied_bytes_L],
+            )
+        except OSError as error:
+            print(f"WARNING: --fssdp-load-log ends here: {error}", flush=True)
+            self._writer = None
 
 
 def watching_runtime(config: FSSDPConfig) -> FSSDPRuntime:

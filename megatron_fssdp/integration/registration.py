@@ -15,13 +15,15 @@ Every replacement calls the function it replaces, with the caller's own argument
 fails when Megatron renames one of these.
 """
 
+import dataclasses
 import functools
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any
 
-from megatron_fssdp.config import FSSDPConfig
+from megatron_fssdp.config import FSSDPConfig, flag_of
 from megatron_fssdp.integration import arguments, cpu_platform, validate, versions
 
 _registered = False
@@ -90,8 +92,10 @@ def _apply(config: FSSDPConfig) -> None:
     """
     if _runtimes:
         _runtimes.pop().close()
-    if config.moe_parallel == "ep" and config.fssdp_load_log is None:
-        return
+    if config.moe_parallel == "ep":
+        _warn_of_idle_flags(config)
+        if config.fssdp_load_log is None:
+            return
     from megatron.training import training
 
     # Not at the top: plain EP must not even import our layer.
@@ -101,14 +105,25 @@ def _apply(config: FSSDPConfig) -> None:
         runtime = spec.register(config)
     else:
         runtime = metrics.watching_runtime(config)
-    metrics.attach(runtime, config)
     _runtimes.append(runtime)
     if not getattr(training.setup_model_and_optimizer, "uses_model", None):
         _wrap(training, "setup_model_and_optimizer", _then(_use_model))
 
 
-def _use_model(model: Any) -> None:
-    """Take the model that Megatron built, and count iterations as Megatron does."""
+def _warn_of_idle_flags(config: FSSDPConfig) -> None:
+    """Tell who gives `--fssdp-*` flags and forgets `--moe-parallel fssdp`."""
+    works_with_ep = ("fssdp_load_log",)
+    idle = [
+        flag_of(field.name)
+        for field in dataclasses.fields(config)
+        if field.name not in works_with_ep and getattr(config, field.name) != field.default
+    ]
+    if idle and os.environ.get("RANK", "0") == "0":
+        print(f"WARNING: {', '.join(idle)}: without effect, as --moe-parallel is ep", flush=True)
+
+
+def _use_model(model: Any, optimizer: Any) -> None:
+    """Take the model and optimizer that Megatron built, and count iterations as Megatron does."""
     from megatron.training import get_args
 
     from megatron_fssdp.integration import metrics, spec
@@ -118,17 +133,24 @@ def _use_model(model: Any) -> None:
         spec.assert_fssdp_layers(model)
     else:
         metrics.watch_routers(model, runtime)
+    metrics.attach(runtime, runtime.config)
     runtime.iteration = get_args().iteration
+    # Megatron's optimizers hold torch's; a stub (nothing to train here) holds none.
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    inner = [getattr(each, "optimizer", None) for each in chained]
+    runtime.watch_optimizers(each for each in inner if each is not None)
 
 
-def _then(use_model: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _then(
+    use_model: Callable[[Any, Any], Any],
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Wrap Megatron's model set-up so that `use_model` gets the built model chunks."""
 
     def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
         def setup_model_and_optimizer(*rest: Any, **options: Any) -> Any:
-            model, *others = stock(*rest, **options)
-            use_model(model)
-            return (model, *others)
+            model, optimizer, *others = stock(*rest, **options)
+            use_model(model, optimizer)
+            return (model, optimizer, *others)
 
         setup_model_and_optimizer.uses_model = use_model  # type: ignore[attr-defined]
         return setup_model_and_optimizer

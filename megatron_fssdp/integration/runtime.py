@@ -11,7 +11,7 @@ group have the same kinds of parameters, so all of them step, or (an overflow) n
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -168,6 +168,7 @@ class FSSDPRuntime:
     iteration: int = 0
     _layers: list[_LayerState] = field(default_factory=list)
     _predictors: dict[tuple[int, ...], SlidingMean] = field(default_factory=dict)
+    _optimizers: set[int] | None = None
     _topologies: dict[tuple[int, ...], Topology] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -185,6 +186,10 @@ class FSSDPRuntime:
         topology = self._topologies[ranks]
         self._layers.append(_LayerState(num_experts, group, topology, expert_bytes))
         return len(self._layers) - 1
+
+    def layer_shapes(self) -> list[tuple[int, int]]:
+        """Return (R, E) of each layer."""
+        return [(layer.group.size(), layer.num_experts) for layer in self._layers]
 
     def _find_topology(self, group: dist.ProcessGroup) -> Topology:
         """Ask every rank of the group for its node. Collective.
@@ -226,7 +231,13 @@ class FSSDPRuntime:
             layer.counts_RE += counts_RE
             layer.loads_R += loads_R
 
-    def _after_optimizer_step(self, *unused: Any) -> None:
+    def watch_optimizers(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Let only the steps of these end an iteration; until then any optimizer's step does."""
+        self._optimizers = {id(optimizer) for optimizer in optimizers}
+
+    def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+        if self._optimizers is not None and id(optimizer) not in self._optimizers:
+            return  # another model's, a probe's
         # A step has several torch optimizers (dense, experts): the first closes the books.
         counts = self._close_iteration()
         if counts:

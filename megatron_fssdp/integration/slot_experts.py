@@ -26,13 +26,12 @@ from megatron_fssdp.experts.materialize import SlotWeights
 
 
 class SlotExperts(Protocol):
-    """An expert computation whose weights are supplied with each call.
+    """An expert computation whose weights are supplied with each call."""
 
-    Attributes:
-        owned_weights: for each owned expert, in Megatron's order, its W parameters.
-    """
-
-    owned_weights: list[list[torch.nn.Parameter]]
+    @property
+    def owned_weights(self) -> list[list[torch.nn.Parameter]]:
+        """For each owned expert, in Megatron's order, its W parameters as they are now."""
+        ...
 
     def __call__(
         self,
@@ -115,9 +114,10 @@ class LocalSlotExperts:
     """
 
     def __init__(self, experts: SequentialMLP, groups: ProcessGroupCollection) -> None:
-        named = [dict(expert.named_parameters()) for expert in experts.local_experts]
-        self.names = list(named[0])
-        self.owned_weights = [[weights[name] for name in self.names] for weights in named]
+        self.names = [name for name, _ in experts.local_experts[0].named_parameters()]
+        self._owners = [
+            [_find(expert, name) for name in self.names] for expert in experts.local_experts
+        ]
         self.mlp = MLP(
             experts.config,
             MLPSubmodules(
@@ -131,6 +131,11 @@ class LocalSlotExperts:
             ffn_hidden_size=experts.config.moe_ffn_hidden_size,
             tp_group=groups.expt_tp,
         )
+
+    @property
+    def owned_weights(self) -> list[list[torch.nn.Parameter]]:
+        """See `SlotExperts.owned_weights`."""
+        return _read(self._owners)
 
     def __call__(
         self,
@@ -198,13 +203,13 @@ class TESlotExperts:
         builder: Any,
         groups: ProcessGroupCollection,
     ) -> None:
-        named = dict(experts.named_parameters())
+        names = [name for name, _ in experts.named_parameters()]
         # "linear_fc1.weight3" is expert 3's fc1: one family of names per weight of an expert.
-        families = list(dict.fromkeys(re.sub(r"\d+$", "", name) for name in named))
+        families = list(dict.fromkeys(re.sub(r"\d+$", "", name) for name in names))
         self.families = families
         _check_names(experts, families, experts.num_local_experts)
-        self.owned_weights = [
-            [named[f"{family}{index}"] for family in families]
+        self._owners = [
+            [_find(experts, f"{family}{index}") for family in families]
             for index in range(experts.num_local_experts)
         ]
         config = copy.copy(experts.config)
@@ -217,6 +222,11 @@ class TESlotExperts:
         self.module = builder(num_slots, config, pg_collection=groups)
         # functional_call would not notice a weight that it is given in vain, or that it lacks.
         _check_names(self.module, families, num_slots)
+
+    @property
+    def owned_weights(self) -> list[list[torch.nn.Parameter]]:
+        """See `SlotExperts.owned_weights`."""
+        return _read(self._owners)
 
     def __call__(
         self,
@@ -234,6 +244,20 @@ class TESlotExperts:
         }
         output, _ = functional_call(self.module, supplied, (rows, tokens_per_slot, probs))
         return output
+
+
+# A module and the name of one of its parameters: read at every forward, because a parameter may be
+# exchanged after the model is built.
+_Place = tuple[torch.nn.Module, str]
+
+
+def _find(module: torch.nn.Module, name: str) -> _Place:
+    path, _, last = name.rpartition(".")
+    return module.get_submodule(path), last
+
+
+def _read(places: list[list[_Place]]) -> list[list[torch.nn.Parameter]]:
+    return [[getattr(module, name) for module, name in expert] for expert in places]
 
 
 def _check_names(module: torch.nn.Module, families: list[str], count: int) -> None:

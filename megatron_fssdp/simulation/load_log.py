@@ -4,7 +4,8 @@
 
 A folder has one pair of files per pipeline stage that owns MoE layers:
 
-    loads-stageP.json   the header: format version, and for each layer its R and E
+    loads-stageP.json   the header: format version, pipeline stages of the run, and for each layer
+                        its R and E
     loads-stageP.bin    records of equal size, one an iteration, all int32: the iteration, then
                         for each layer: counts (R * E), loads (R), replicas, copied KB
 
@@ -61,13 +62,16 @@ class LoadLogWriter:
         OSError: if the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, stage: int, shapes: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self, folder: Path, stage: int, num_stages: int, shapes: Sequence[tuple[int, int]]
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        header = json.dumps({"version": VERSION, "layers": [list(shape) for shape in shapes]})
+        layers = [list(shape) for shape in shapes]
+        header = json.dumps({"version": VERSION, "stages": num_stages, "layers": layers})
         path = folder / f"loads-stage{stage}.json"
         if path.exists() and path.read_text(encoding="utf-8") != header:
             raise ValueError(
-                f"{path} is of a model with other MoE layers or another expert-parallel size; "
+                f"{path} is of a run with other MoE layers or another parallel layout; "
                 "give --fssdp-load-log another folder"
             )
         path.write_text(header, encoding="utf-8")
@@ -116,16 +120,22 @@ def read_load_log(folder: str | Path) -> LoadLog:
             f"{folder} holds no load log (loads-stage*.json); run with --fssdp-load-log"
         )
     shapes: list[tuple[int, int]] = []
+    stages = set()
     records = []
     for path in headers:
         header = json.loads(path.read_text(encoding="utf-8"))
         if header.get("version") != VERSION:
             raise ValueError(f"{path} has format {header.get('version')}; this reads {VERSION}")
+        stages.add(header["stages"])
         stage_shapes = [(int(ranks), int(experts)) for ranks, experts in header["layers"]]
         size = record_size(stage_shapes)
         values = np.fromfile(path.with_suffix(".bin"), dtype=np.int32)
         records.append(values[: len(values) // size * size].reshape(-1, size))
         shapes += stage_shapes
+    if len(stages) != 1:
+        raise ValueError(
+            f"{folder} mixes runs of {sorted(stages)} pipeline stages; use one folder a run"
+        )
     if len(set(shapes)) != 1:
         raise ValueError(f"{folder}: layers differ in (ranks, experts): {sorted(set(shapes))}")
     ranks, experts = shapes[0]

@@ -47,7 +47,7 @@ def _compute(slot_expert: list[list[int]], rows_per_slot: list[list[int]]) -> No
     ]
     materialization = Materialization(Schedule.from_plan(plan), group, plan.num_slots, owned)
     _poison_allocator()
-    weights = materialize(materialization, owned_weights)
+    weights = materialize(materialization, owned_weights, is_trained=True)
     fc1, fc2 = zip(*weights, strict=True)
     counts = rows_per_slot[rank]
     rows = torch.cat([_rows(rank, slot, count) for slot, count in enumerate(counts)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -231,3 +232,85 @@ def test_buckets_are_reduced_in_one_order_whatever_the_plans() -> None:
     replicas = [results[1].replicas[-1] for _, results in ranks]
     assert replicas[0] > 0
     assert replicas[2] == 0
+
+
+def _freeze_one_rank(job: Job) -> list[list[float]]:
+    """Rank 0's experts are frozen, rank 1's are not: ids decide who owns what."""
+    kinds = (job, job.as_fssdp())
+    freeze = "local_experts" if dist.get_rank() == 0 else None
+    return [TinyRun(replace(kind, freeze=freeze)).train().losses for kind in kinds]
+
+
+def test_ranks_with_frozen_experts_send_their_replicas_gradients() -> None:
+    """A rank that owned frozen experts only had no backward, and its peers waited for ever."""
+    job = Job(ep=2, steps=4, forced_experts=((4, 5),))
+    for want, got in run_ranks(2, _freeze_one_rank, job, timeout_s=60):
+        assert got == pytest.approx(want, rel=1e-5)
+
+
+def _step_another_optimizer(job: Job) -> tuple[list[int], list[float]]:
+    """Rank 0 steps an optimizer of its own in the middle of every iteration."""
+    run = TinyRun(job)
+    run.runtime.watch_optimizers([each.optimizer for each in run.optimizer.chained_optimizers])
+    probe = torch.nn.Parameter(torch.zeros(1))
+    other, forward_step = torch.optim.SGD([probe], lr=0.1), run._forward_step
+
+    def stepping(iterator: Any, model: torch.nn.Module) -> Any:
+        result = forward_step(iterator, model)
+        if dist.get_rank() == 0:
+            probe.grad = torch.ones(1)
+            other.step()
+        return result
+
+    run._forward_step = stepping  # type: ignore[method-assign]
+    trained = run.train()
+    return trained.replicas, trained.losses
+
+
+def test_another_optimizer_ends_no_iteration() -> None:
+    """One rank alone changed its plan, and the job hung."""
+    job = Job(ep=2, steps=4, num_microbatches=2)
+    (want,) = train(2, job.as_fssdp())
+    for replicas, losses in run_ranks(2, _step_another_optimizer, job.as_fssdp(), timeout_s=60):
+        assert replicas == want[0].replicas
+        assert losses == want[0].losses
+
+
+def _exchange_parameters(job: Job) -> list[float]:
+    """Exchange every expert parameter after the model is built (weight surgery, merging)."""
+    outputs = []
+    for kind in (job, job.as_fssdp()):
+        run = TinyRun(kind)
+        for module in run.model[0].modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if not getattr(parameter, "allreduce", True):
+                    setattr(module, name, torch.nn.Parameter(parameter.detach() * 2))
+        rows = run._batches(0)[0]
+        output, _ = run._forward_step(iter([rows]), run.model[0])
+        outputs.append(output.sum().item())
+    return outputs
+
+
+def test_exchanged_parameters_are_used() -> None:
+    for want, got in run_ranks(2, _exchange_parameters, Job(ep=2)):
+        assert got == want
+
+
+def _log_into(path: str) -> str:
+    from megatron_fssdp.config import FSSDPConfig
+    from megatron_fssdp.integration.metrics import attach
+
+    run = TinyRun(Job(ep=2, steps=1).as_fssdp())
+    try:
+        attach(run.runtime, FSSDPConfig(fssdp_load_log=path))
+    except ValueError as error:
+        return str(error)
+    return "attached"
+
+
+def test_unwritable_load_log_stops_every_rank_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    answers = run_ranks(2, _log_into, str(tmp_path / "file" / "log"))
+    assert answers[0] == answers[1]
+    assert "--fssdp-load-log" in answers[0]
+    assert "cannot be written" in answers[0]

@@ -23,8 +23,8 @@ def _train_ep_watched(job: Job, folder: str) -> tuple[Trained, Trained]:
     run = TinyRun(job)
     config = FSSDPConfig(fssdp_load_log=folder)
     runtime = watching_runtime(config)
-    attach(runtime, config)
     watch_routers(run.model, runtime)
+    attach(runtime, config)
     watched = run.train()
     runtime.close()
     return plain, watched

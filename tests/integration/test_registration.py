@@ -116,7 +116,8 @@ def test_bad_settings_stop_before_anything_is_replaced(monkeypatch: pytest.Monke
 
 def test_load_log_watches_plain_ep(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = []
-    monkeypatch.setattr(metrics, "watch_routers", lambda model, config: watched.append(model))
+    monkeypatch.setattr(metrics, "watch_routers", lambda model, runtime: watched.append(model))
+    monkeypatch.setattr(metrics, "attach", lambda runtime, config: None)
     model = torch.nn.Linear(1, 1)
     register_with(monkeypatch, model)
     arguments.validate_args(settings(fssdp_load_log="runs/x"))
