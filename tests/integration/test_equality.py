@@ -171,18 +171,18 @@ def test_pipeline_parallel() -> None:
 def test_bf16() -> None:
     """bf16 keeps 8 bits: gradients agree to a few per cent of each tensor's largest element.
 
-    A missing replica's share would be tens of per cent.
+    A missing replica's share would be tens of per cent. The second step is the first on replicas
+    and the last whose weights are equal: after it, rounding may flip a token's expert.
     """
-    job = Job(ep=2, steps=3, params_dtype=torch.bfloat16)
+    job = Job(ep=2, steps=2, params_dtype=torch.bfloat16)
     want, got = train(2, job, job.as_fssdp())
     assert_replicated(got)
-    assert got[0].losses[0] == want[0].losses[0]
-    assert got[0].losses == pytest.approx(want[0].losses, rel=2e-3)
+    assert got[0].losses == want[0].losses
     assert got[0].grad_norms == pytest.approx(want[0].grad_norms, rel=0.02)
     ours, theirs = merge(got, "grads"), merge(want, "grads")
     for name, gradient in theirs.items():
         error = (ours[name] - gradient).abs().max() / gradient.abs().max()
-        assert error < 0.1, f"{name}: {error:.3f}"
+        assert error < 0.05, f"{name}: {error:.3f}"
 
 
 def test_runs_repeat_bit_for_bit() -> None:
