@@ -30,6 +30,8 @@ TE = Path(sys.prefix) / "te"
 
 # Of the largest element of a gradient: a replica's share is summed at its owner, in another order.
 TOLERANCE = 1e-6
+# What is left when the tokens' shares cancel carries the rounding of terms many times its size.
+CANCELLING = {"router.bias": 10}
 
 
 def _see_te_in_ranks() -> None:
@@ -109,7 +111,7 @@ def assert_layers_equal(results: list[list[LayerRun]], tolerance: float) -> None
                 ours,
                 theirs,
                 rtol=0,
-                atol=tolerance * theirs.abs().max().item(),
+                atol=tolerance * CANCELLING.get(name.split()[-1], 1) * theirs.abs().max().item(),
                 msg=lambda text, name=name, rank=rank: f"rank {rank}, {name}: {text}",
             )
 
