@@ -21,6 +21,7 @@ lint: setup
 
 bench: setup
 	@$(PY) benchmarks/layer.py
+	@$(PY) benchmarks/copies.py
 
 bench-planner: setup
 	@$(PY) benchmarks/planner.py

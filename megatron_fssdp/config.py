@@ -23,8 +23,8 @@ class FSSDPConfig:
 
     fssdp_num_replica_slots: int = 2
     """Spare expert slots of each rank in each MoE layer. A used slot holds one expert's weights
-    from the layer's forward to its backward, for each micro-batch in flight, and its gradient
-    during the backward. 0 copies no expert."""
+    for an iteration, and the sum of its gradients over the micro-batches (less with
+    --fssdp-rematerialize). 0 copies no expert."""
 
     fssdp_prediction_window: int = 5
     """Iterations whose measured loads are averaged to predict the next iteration's."""
@@ -48,6 +48,36 @@ class FSSDPConfig:
     gets no replica (planner gain), and what is left of it is spent on keeping tokens on their
     node."""
 
+    fssdp_collectives: Literal["auto", "flat", "tree"] = "auto"
+    """How copies travel. flat: from the owner to each replica. tree: once to each other node, and
+    from there on inside it; gradients are summed inside a node before they cross. auto: whichever
+    the cost model finds faster for the layer's plan."""
+
+    fssdp_overlap: Literal["on", "off"] = "on"
+    """on: replicas are fetched under the layer's attention, and their gradients return under the
+    attention's backward. off: computation waits for each; the results are the same bits."""
+
+    fssdp_rematerialize: bool = False
+    """Drop replicas after the layer's forward and fetch them again for its backward: memory for one
+    layer's replicas serves all layers, for one more fetch per layer and micro-batch. Default:
+    replicas stay for the iteration, are fetched once, and send one sum of gradients."""
+
+    fssdp_calibration: bool = False
+    """When the gate has decided, fetch further replicas for the true loads if the cost model finds
+    the layer faster with them. Their fetch is not hidden, and the host waits for the counts."""
+
+    fssdp_grad_dtype: Literal["fp32", "param"] = "fp32"
+    """What replicas' gradients are summed and sent in. param: the parameters' type: half the bytes
+    in bf16, with its rounding."""
+
+    fssdp_cluster: str | None = None
+    """Cluster file with the links and rates that the cost model uses, as `fssdp calibrate` writes
+    it; the same on all ranks. Default: an H100 cluster's."""
+
+    fssdp_check_plans: bool = False
+    """Prove in each iteration that all ranks made the same plans (one small message); stop with the
+    first difference if not."""
+
     fssdp_log_plan: int = 0
     """Iterations between two printed lines of balance, replicas and copied megabytes; 0: none."""
 
@@ -68,8 +98,7 @@ class FSSDPConfig:
             # Written so that NaN is refused too.
             if value is not None and not least <= value <= most:
                 raise ValueError(f"{flag_of(name)} is {value}; use {least} to {most}.")
-        for name in ("moe_parallel", "fssdp_planner"):
-            allowed = ALLOWED[name]
+        for name, allowed in ALLOWED.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(
                     f"{flag_of(name)} is {getattr(self, name)!r}; use {' or '.join(allowed)}."
@@ -95,7 +124,13 @@ class FSSDPConfig:
         return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
 
 
-ALLOWED = {"moe_parallel": ("ep", "fssdp"), "fssdp_planner": ("gain", "load")}
+ALLOWED = {
+    "moe_parallel": ("ep", "fssdp"),
+    "fssdp_planner": ("gain", "load"),
+    "fssdp_collectives": ("auto", "flat", "tree"),
+    "fssdp_overlap": ("on", "off"),
+    "fssdp_grad_dtype": ("fp32", "param"),
+}
 
 
 def flag_of(name: str) -> str:

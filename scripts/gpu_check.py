@@ -6,20 +6,25 @@
 
 Checks, each against the CPU or numpy: the quotas, the routing translation and the grouped GEMM.
 Quotas and translation run under torch's synchronisation guard, which raises where an operation
-waits for the device. Prints a table with times at 256 experts, 8 of 256, 16k tokens, and exits
-with 1 if a check failed. `--device cpu` runs the same comparisons without the guard.
+waits for the device. Copies on the side stream must give the bits of copies without overlap, and of
+a second process under CUDA_LAUNCH_BLOCKING=1. Prints a table with times at 256 experts, 8 of 256,
+16k tokens, and what the fullest rank's experts take under EP and under FSSDP; exits with 1 if a
+check failed. `--device cpu` runs the same comparisons without the guard.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+from gpu_check_copies import check_streams, digest, replayed_shares
 from rich.console import Console
 from rich.table import Table
 
@@ -136,14 +141,52 @@ def check_grouped_gemm(device: torch.device) -> tuple[bool, float]:
     return is_close, best_ms(lambda: run(torch.bfloat16, device), device)
 
 
+def check_blocking(device: torch.device) -> tuple[bool, float]:
+    """Compare the bits of this process with those of one that waits for each kernel."""
+    ours = digest(device)
+    start = time.perf_counter()
+    answer = subprocess.run(
+        [sys.executable, __file__, "--device", device.type, "--digest"],
+        env={**os.environ, "CUDA_LAUNCH_BLOCKING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    is_equal = answer.stdout.split()[-1:] == [ours]
+    if not is_equal:
+        print(answer.stdout, answer.stderr, file=sys.stderr)
+    return is_equal, 1e3 * (time.perf_counter() - start)
+
+
+def print_shares(device: torch.device) -> None:
+    """Print what the fullest rank's experts take under EP and under FSSDP."""
+    plan, nodes, counts_RE = make_case()
+    small = device.type != "cuda"
+    if small:
+        counts_RE = counts_RE // 512
+    width = 64 if small else 2048
+    ep_ms, fssdp_ms = replayed_shares(plan, nodes, counts_RE, device, best_ms, width)
+    owned = np.bincount(plan.owner_E, weights=counts_RE.sum(axis=0))
+    print(
+        f"experts of the fullest rank, {int(owned.mean())} tokens a rank, width {width}: "
+        f"EP {ep_ms:.2f} ms, FSSDP {fssdp_ms:.2f} ms, {ep_ms / fssdp_ms:.2f} x "
+        f"(ideal {owned.max() / owned.mean():.2f} x)"
+    )
+
+
 def main() -> int:
     """Run all checks and print them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to compare without a GPU")
-    device = torch.device(parser.parse_args().device)
+    parser.add_argument("--digest", action="store_true", help="print a checksum of a run, and end")
+    args = parser.parse_args()
+    device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         print("no CUDA device is available; run this on a machine that has one", file=sys.stderr)
         return 2
+    if args.digest:
+        print(digest(device))
+        return 0
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     table = Table(title=f"{name}, torch {torch.__version__}")
     for column in ("check", "result", "ms"):
@@ -153,11 +196,14 @@ def main() -> int:
         (f"quotas of {RANKS} ranks, {EXPERTS} experts", check_quotas),
         (f"translation of {TOKENS} tokens, top-{TOPK}", check_translation),
         ("grouped GEMM, 8192 rows, forward + backward", check_grouped_gemm),
+        ("copies: overlap and re-materialization", check_streams),
+        ("copies: with and without CUDA_LAUNCH_BLOCKING", check_blocking),
     ):
         is_good, milliseconds = check(device)
         all_good &= is_good
         table.add_row(title, "equal" if is_good else "WRONG", f"{milliseconds:.2f}")
     Console().print(table)
+    print_shares(device)
     return 0 if all_good else 1
 
 

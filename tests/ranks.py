@@ -2,7 +2,8 @@
 
 Each call starts fresh processes from a forkserver that has torch and Megatron imported already
 (about 10 s once per pytest run, then about a second a call). A failing rank's traceback is
-reported, and a hang ends after `timeout_s` with the ranks that had not finished.
+reported, a killed rank's exit code, and a hang ends after `timeout_s` with the ranks that had not
+finished.
 """
 
 from __future__ import annotations
@@ -92,6 +93,10 @@ def run_ranks(
                     if time.monotonic() > deadline:
                         missing = sorted(set(range(world_size)) - set(answers) - set(errors))
                         raise AssertionError(f"ranks {missing} did not finish in {timeout_s} s")
+                    # Nonzero: it will not answer any more.
+                    for rank, process in enumerate(processes):
+                        if rank not in answers and rank not in errors and process.exitcode:
+                            errors[rank] = f"died with exit code {process.exitcode}"
                     time.sleep(0.01)
                     continue
                 rank, error, answer = results.get()

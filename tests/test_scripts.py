@@ -30,8 +30,9 @@ def run_script(*command: str, timeout_s: float = 200) -> str:
 
 def test_gpu_check_compares_right_on_a_cpu() -> None:
     printed = run_script("scripts/gpu_check.py", "--device", "cpu")
-    assert printed.count("equal") == 3
+    assert printed.count("equal") == 5
     assert "WRONG" not in printed
+    assert "experts of the fullest rank" in printed
 
 
 def test_layer_benchmark(tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_fssdp.planning.plan import LayerPlan
 from megatron_fssdp.planning.schedule import Schedule
 
 
 def dense_all_gather(
-    slots: Sequence[torch.Tensor], schedule: Schedule, group: dist.ProcessGroup
+    slots: Sequence[torch.Tensor], plan: LayerPlan, group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
     """Return what the slots hold after spAG, by gathering every slot of every rank.
 
@@ -21,22 +22,24 @@ def dense_all_gather(
     """
     all_slots = _gather_all(slots, group)
     result = [slot.clone() for slot in slots]
-    for copy in schedule.receives_of(group.rank()):
-        result[copy.replica_slot] = all_slots[copy.owner][copy.owner_slot].clone()
+    for copy in Schedule.flat(plan).copies:
+        if copy.receiver == group.rank():
+            result[copy.receiver_slot] = all_slots[copy.sender][copy.sender_slot].clone()
     return result
 
 
 def dense_reduce_scatter(
-    slots: Sequence[torch.Tensor], schedule: Schedule, group: dist.ProcessGroup
+    slots: Sequence[torch.Tensor], plan: LayerPlan, group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
-    """Return what the slots hold after spRS, by gathering every slot of every rank.
+    """Return what the owned slots hold after spRS, by gathering every slot of every rank.
 
     Collective: every rank of `group` must call it.
     """
     all_slots = _gather_all(slots, group)
     result = [slot.clone() for slot in slots]
-    for copy in schedule.sends_of(group.rank()):
-        result[copy.owner_slot] += all_slots[copy.replica][copy.replica_slot]
+    for copy in Schedule.flat(plan).copies:
+        if copy.sender == group.rank():
+            result[copy.sender_slot] += all_slots[copy.receiver][copy.receiver_slot]
     return result
 
 

@@ -3,127 +3,143 @@
 """SparseAllGather and SparseReduceScatter as grouped point-to-point messages.
 
 The two collectives of the paper's section 3.1: spAG(P, P') fills the replica slots from the
-owners' slots, spRS(P', P) sums the replica slots' gradients into the owners'. Every transfer of a
-call is one `batch_isend_irecv`: one NCCL group call, or asynchronous gloo messages. Both start
-the transfers and return a handle; nothing may be read or reused before `wait()`.
+owners' slots, spRS(P', P) sums the replica slots' gradients into the owners'. They run the stages
+of a schedule one after the other; all messages of a stage are one `batch_isend_irecv`: one NCCL
+group call, or asynchronous gloo messages. Both return when the caller's stream (on CPUs: the
+caller) may use the results; `lanes` runs them beside other work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from megatron_fssdp.collectives.buffers import RowBuffer
 from megatron_fssdp.planning.schedule import Schedule
 
 
-@dataclass
-class PendingTransfers:
-    """Transfers under way. Holds every buffer that they use until `wait()`."""
-
-    works: list[dist.Work] = field(default_factory=list)
-    buffers: list[torch.Tensor] = field(default_factory=list)
-    finish: list[Callable[[], object]] = field(default_factory=list)
-
-    def wait(self) -> None:
-        """Wait for the transfers (on CUDA: make the current stream wait) and finish the call."""
-        for work in self.works:
-            work.wait()
-        for action in self.finish:
-            action()
-        self.works, self.buffers, self.finish = [], [], []
-
-
 def sparse_all_gather(
-    slots: Sequence[torch.Tensor], schedule: Schedule, group: dist.ProcessGroup
-) -> PendingTransfers:
-    """Start to copy every replicated expert from its owner's slot into its replicas' slots.
+    rows: Mapping[int, torch.Tensor],
+    schedule: Schedule,
+    group: dist.ProcessGroup,
+    name: str = "spAG",
+) -> None:
+    """Copy every replicated expert from its owner's slot into its replicas' slots.
 
-    Collective: every rank of `group` that is an end of a copy must call it; a rank without sends
-    and receives issues nothing. An empty schedule costs nothing.
+    Collective: every rank of `group` that is an end of a copy must call it; a rank without
+    messages issues nothing. An empty schedule costs nothing.
 
     Args:
-        slots: S tensors of this rank, one expert each, of equal shape and dtype on all ranks; any
-            dtype, contiguous or not. Owned slots are read, replica slots written.
-        schedule: the layer's copies, equal on all ranks.
-        group: the expert-parallel group; ranks in `schedule` are ranks of it.
+        rows: this rank's slots that take part, by slot: 1-D, contiguous, one expert each, of
+            equal size and dtype on all ranks; any dtype. Owned slots are read, replicas' written.
+        schedule: the layer's messages, equal on all ranks.
+        group: the group whose ranks `schedule` names.
+        name: what an error calls this collective.
 
-    Returns:
-        A handle; the replica slots hold the owners' values after its `wait()`.
+    Raises:
+        RuntimeError: a peer failed; the message names it, the collective and the expert.
     """
-    pending = PendingTransfers()
     rank = group.rank()
-    ops: list[dist.P2POp] = []
-    for copy in schedule.copies:
-        if copy.owner == rank:
-            ops.append(_send(slots[copy.owner_slot], copy.replica, group, pending))
-        elif copy.replica == rank:
-            ops.append(_receive_into(slots[copy.replica_slot], copy.owner, group, pending))
-    _start(ops, pending)
-    return pending
+    for stage in schedule.stages_of(rank):
+        messages = [
+            _Message(copy.expert, copy.receiver, True, rows[copy.sender_slot])
+            if copy.sender == rank
+            else _Message(copy.expert, copy.sender, False, rows[copy.receiver_slot])
+            for copy in stage
+        ]
+        _exchange(messages, group, name)
 
 
 def sparse_reduce_scatter(
-    slots: Sequence[torch.Tensor], schedule: Schedule, group: dist.ProcessGroup
-) -> PendingTransfers:
-    """Start to sum the replica slots' gradients into their owners' slots.
+    rows: Mapping[int, torch.Tensor],
+    schedule: Schedule,
+    group: dist.ProcessGroup,
+    scratch: RowBuffer,
+    name: str = "spRS",
+) -> None:
+    """Sum the replica slots' gradients into their owners' slots.
 
-    Collective, like `sparse_all_gather`. Sums are taken in `wait()`, in the schedule's order
-    (ascending replica rank), whatever order the messages arrive in.
+    Collective, like `sparse_all_gather`. The messages of that schedule run backwards: a rank that
+    relayed an expert first adds what it receives to its own slot, then sends the sum. Sums are
+    taken in the schedule's order, whatever order messages arrive in.
 
     Args:
-        slots: S gradient tensors of this rank, one expert each. Replica slots are read, owned
-            slots added to.
-        schedule: the schedule of the forward's `sparse_all_gather`.
-        group: the expert-parallel group.
+        rows: this rank's slots that take part: gradients, 1-D, contiguous, one expert each. Replica
+            slots are read (and used for partial sums), owned slots added to.
+        schedule: the schedule of the forward's placement, all of its copies.
+        group: the group whose ranks `schedule` names.
+        scratch: memory for what arrives, kept from call to call.
+        name: what an error calls this collective.
 
-    Returns:
-        A handle; the owned slots hold the sums after its `wait()`.
+    Raises:
+        RuntimeError: a peer failed; the message names it, the collective and the expert.
     """
-    pending = PendingTransfers()
     rank = group.rank()
-    ops: list[dist.P2POp] = []
-    for copy in schedule.copies:
-        if copy.replica == rank:
-            ops.append(_send(slots[copy.replica_slot], copy.owner, group, pending))
-        elif copy.owner == rank:
-            total = slots[copy.owner_slot]
-            arrived = torch.empty_like(total, memory_format=torch.contiguous_format)
-            ops.append(_receive_into(arrived, copy.replica, group, pending))
-            pending.finish.append(partial(total.add_, arrived))
-    _start(ops, pending)
-    return pending
+    for stage in reversed(schedule.stages_of(rank)):
+        arriving = [copy for copy in stage if copy.sender == rank]
+        sums = [rows[copy.sender_slot] for copy in arriving]
+        arrived = scratch.rows_like(sums)
+        messages = [
+            _Message(copy.expert, copy.sender, True, rows[copy.receiver_slot])
+            for copy in stage
+            if copy.receiver == rank
+        ]
+        messages += [
+            _Message(copy.expert, copy.receiver, False, row)
+            for copy, row in zip(arriving, arrived, strict=True)
+        ]
+        _exchange(messages, group, name)
+        for total, row in zip(sums, arrived, strict=True):
+            total.add_(row)
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    # Backends differ in the dtypes they can send (gloo has no fp8); bytes work everywhere.
-    return tensor.view(-1).view(torch.uint8)
+class _Message(NamedTuple):
+    expert: int
+    peer: int
+    is_sent: bool
+    row: torch.Tensor
 
 
-def _send(
-    tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, pending: PendingTransfers
-) -> dist.P2POp:
-    message = tensor.detach().contiguous()
-    pending.buffers.append(message)
-    return dist.P2POp(dist.isend, _as_bytes(message), group=group, group_peer=peer)
-
-
-def _receive_into(
-    tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, pending: PendingTransfers
-) -> dist.P2POp:
-    target = message = tensor.detach()
-    if not target.is_contiguous():
-        message = torch.empty_like(target, memory_format=torch.contiguous_format)
-        pending.finish.append(partial(target.copy_, message))
-    pending.buffers.append(message)
-    return dist.P2POp(dist.irecv, _as_bytes(message), group=group, group_peer=peer)
-
-
-def _start(ops: list[dist.P2POp], pending: PendingTransfers) -> None:
+def _exchange(messages: Sequence[_Message], group: dist.ProcessGroup, name: str) -> None:
+    """Run one stage's messages as one group call, and wait for them."""
     # Zero-byte messages are nothing to wait for, and some backends refuse them.
-    ops = [op for op in ops if op.tensor.numel()]
-    if ops:
-        pending.works.extend(dist.batch_isend_irecv(ops))
+    messages = [message for message in messages if message.row.numel()]
+    # Receives first: a gloo send waits for its receiver to be ready, and that word would queue
+    # behind the data that the other side sends here.
+    messages.sort(key=lambda message: message.is_sent)
+    if not messages:
+        return
+    ops = [
+        dist.P2POp(
+            dist.isend if message.is_sent else dist.irecv,
+            # Backends differ in the dtypes they can send (gloo has no fp8); bytes always work.
+            message.row.detach().view(torch.uint8),
+            group=group,
+            group_peer=message.peer,
+        )
+        for message in messages
+    ]
+    current: Sequence[_Message] = messages
+    try:
+        works = dist.batch_isend_irecv(ops)
+        for index, work in enumerate(works):
+            # NCCL has one work for the whole stage, gloo one for each message.
+            current = messages[index : index + 1] if len(works) == len(messages) else messages
+            work.wait()
+    except RuntimeError as error:
+        raise RuntimeError(f"{name} failed {_describe(current)}: {error}") from error
+
+
+def _describe(messages: Sequence[_Message]) -> str:
+    if len(messages) > 1:
+        peers = sorted({message.peer for message in messages})
+        return f"among this rank and ranks {peers} of the expert-parallel group"
+    expert, peer, is_sent, _ = messages[0]
+    way = "sending" if is_sent else "receiving"
+    return (
+        f"{way} expert {expert} {'to' if is_sent else 'from'} rank {peer} of the expert-parallel "
+        "group"
+    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -57,12 +58,34 @@ def grouped_linear(
         (M, N).
     """
     if rows.shape[0] and has_grouped_gemm(rows, weights[0]):
-        stack_SKN = torch.stack(list(weights)).transpose(1, 2)
-        return torch.nn.functional.grouped_mm(rows, stack_SKN, offs=groups.offsets_S)
+        output: torch.Tensor = _GroupedLinear.apply(groups, rows, *weights)
+        return output
     if len(weights) == 1:
         return rows @ weights[0].t()
     parts = rows.split(groups.counts_S.tolist())
     return torch.cat([part @ weight.t() for part, weight in zip(parts, weights, strict=True)])
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """The grouped GEMM. Keeps the slots' weights for the backward, not the stack made of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, groups: RowGroups, rows: torch.Tensor, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.groups = groups
+        ctx.save_for_backward(rows, *weights)
+        stack_SKN = torch.stack(weights).transpose(1, 2)
+        return torch.nn.functional.grouped_mm(rows, stack_SKN, offs=groups.offsets_S)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        grad, offsets_S = grads[0].contiguous(), ctx.groups.offsets_S
+        rows, *weights = ctx.saved_tensors
+        grouped_mm = torch.nn.functional.grouped_mm
+        grad_rows = grouped_mm(grad, torch.stack(weights), offs=offsets_S)
+        grad_SKN = grouped_mm(rows.t(), grad, offs=offsets_S)
+        return None, grad_rows, *grad_SKN.transpose(1, 2).unbind(0)
 
 
 def has_grouped_gemm(rows: torch.Tensor, weight_NK: torch.Tensor) -> bool:

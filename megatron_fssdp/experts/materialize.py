@@ -2,11 +2,21 @@
 
 """Materialization: the weights of a rank's slots, from the parameters that the ranks own.
 
-[Note: Gradients are complete before Megatron sees them] The slots' weights are the outputs of one
-autograd function whose inputs are the owned parameters: spAG in forward, spRS in backward. So a
+    launch     before the attention: spAG starts        backward, last: waits for spRS, adds it
+    arrive     before the dispatch                      backward, after the dispatch's: spRS starts
+    wait       before the experts: waits for spAG
+    guard      after the experts                        before their backward: replicas are back
+
+[Note: Gradients are complete before Megatron sees them] The slots' weights are the outputs of two
+autograd functions whose inputs are the owned parameters: spAG in forward, spRS in backward. So a
 parameter's gradient already holds its replicas' share when autograd hands it to the parameter,
 and every hook that Megatron's DDP put there (gradient accumulation, overlapped reduce-scatter)
 runs once, as in plain expert parallelism.
+
+[Note: Autograd hides spRS] Of the nodes that are ready autograd runs the one that was made last.
+`launch` makes its node before the attention's, `arrive` after them and before the dispatch's:
+backward, spRS starts when the tokens' gradients are under way (they are waited for, spRS is not),
+and the node that waits for it comes when the attention's backward is done.
 
 [Note: One order of gradients on every rank] Ranks of different expert-parallel groups have
 different plans, yet their experts' gradients meet in the buckets of expert data parallelism, which
@@ -14,6 +24,9 @@ DDP reduces in the order in which they fill. So every rank, with or without copi
 graph: each owned weight goes through a node of its own into the one function. Those nodes are
 numbered as they are made, and autograd runs the highest number first: gradients arrive in one
 fixed order, the reverse of the parameters', whatever the plan.
+
+[Note: Once an iteration] While replicas are kept, their gradients are added up over the
+micro-batches and sent with the last one's backward.
 
 [Note: Owned weights are not copied] An owned expert's slot is its parameter. Memory is taken for
 replicas only: one row per replica holds all of its weights, so that a copy is one message.
@@ -23,142 +36,265 @@ Shape letters: S slots of this rank, W weights of one expert (fc1, fc2, and thei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from math import prod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from megatron_fssdp.collectives.sparse import sparse_all_gather, sparse_reduce_scatter
+from megatron_fssdp.collectives.lanes import Meter, Pending
+from megatron_fssdp.experts.placement import Placement
+from megatron_fssdp.experts.replicas import (
+    OwnedWeights,
+    ReplicaPool,
+    Sums,
+    Transport,
+    read,
+    size_of,
+    write,
+)
 from megatron_fssdp.planning.schedule import Schedule
 
 SlotWeights = list[tuple[torch.Tensor, ...]]
 
 
-@dataclass(frozen=True)
-class Materialization:
-    """What one layer's forward needs to fill its slots, and its backward to empty them.
+@dataclass(eq=False)
+class Materializer:
+    """Fills one layer's slots, forward after forward.
 
     Attributes:
-        schedule: the copies of the layer's plan.
-        group: the expert-parallel group.
-        num_slots: S.
-        owned_slots: the slot of each owned expert, in the order in which its weights are given.
+        transport: how weights and gradients travel.
+        pool: where replicas are: this layer's own, or one that layers share.
+        name: of the layer, in error messages.
+        sums_in_fp32: whether gradients of narrower weights are added up and sent in fp32.
+        num_backwards: how many backwards an iteration has, if replicas' gradients are to be sent
+            with the last; None: with each.
+        predecessor: the layer whose backward comes next; its replicas are fetched ahead.
+        gathers, reductions: the messages that ran and the bytes of each, for the accounts, whose
+            keeper empties them.
     """
 
-    schedule: Schedule
-    group: dist.ProcessGroup
-    num_slots: int
-    owned_slots: tuple[int, ...]
+    transport: Transport
+    pool: ReplicaPool
+    name: str = "a MoE layer"
+    sums_in_fp32: bool = False
+    num_backwards: Callable[[], int] | None = None
+    predecessor: Materializer | None = None
+    gather_meter: Meter = field(default_factory=Meter)
+    reduce_meter: Meter = field(default_factory=Meter)
+    gathers: list[tuple[Schedule, int]] = field(default_factory=list)
+    reductions: list[tuple[Schedule, int]] = field(default_factory=list)
+    _placement: Placement | None = None
+    _owned: OwnedWeights = ()
+    _backwards: int = 0
+    _sums: Sums | None = None
 
-    @cached_property
-    def sent_slots(self) -> tuple[int, ...]:
-        """Owned slots that are replicated somewhere, ascending."""
-        sends = self.schedule.sends_of(self.group.rank())
-        return tuple(sorted({copy.owner_slot for copy in sends}))
+    def launch(self, placement: Placement, owned: OwnedWeights, *, is_trained: bool) -> Visit:
+        """Start to fetch the replicas of a forward.
 
-    @cached_property
-    def received_slots(self) -> tuple[int, ...]:
-        """Slots that hold a replica, ascending."""
-        receives = self.schedule.receives_of(self.group.rank())
-        return tuple(sorted(copy.replica_slot for copy in receives))
+        Every rank of the group must call it, and run its backward, in the same order, with or
+        without copies of its own; only ranks with copies communicate.
+
+        Args:
+            placement: what the slots are to hold.
+            owned: for each owned expert its W weights, of one dtype; shapes equal over all
+                experts and ranks. Autograd flows into them.
+            is_trained: whether any rank's weights require gradients: then every rank takes part
+                in the backward, also one that owns only frozen experts, for it may hold replicas
+                of others. Equal on all ranks.
+        """
+        visit = Visit(self, placement, owned)
+        self._placement, self._owned = placement, owned
+        self.hold(placement)
+        flat = [weight.view_as(weight) for expert in owned for weight in expert]
+        trained = flat[0].new_empty(0, requires_grad=is_trained)
+        visit.views = _Launch.apply(visit, trained, *flat)
+        return visit
+
+    def hold(self, placement: Placement) -> None:
+        """Start to fetch what is missing of a placement's replicas."""
+        weights = self._owned[0]
+
+        def fetch(schedule: Schedule) -> Pending:
+            self.gathers.append((schedule, size_of(weights) * weights[0].element_size()))
+            owned = dict(zip(placement.owned_slots, self._owned, strict=True))
+            rows = self.pool.rows(placement, weights)
+            return self.transport.gather(schedule, owned, rows, self.gather_meter, self.name)
+
+        self.pool.hold(self, placement, fetch)
+
+    def prefetch(self) -> None:
+        """Start to fetch the replicas of the latest forward again, for its backward."""
+        if self._placement is not None:
+            self.hold(self._placement)
+
+    def reduce(self, placement: Placement, grads: Sequence[torch.Tensor]) -> Reduction | None:
+        """Add replicas' gradients up; start to send them if this backward is the last.
+
+        Args:
+            placement: of the forward whose backward this is.
+            grads: W gradients of each slot that holds a replica, slots ascending.
+        """
+        self._backwards += 1
+        if not placement.schedule.copies:
+            return None
+        weights = self._owned[0]
+        num_weights, size, dtype = len(weights), size_of(weights), weights[0].dtype
+        if self.sums_in_fp32:
+            dtype = torch.promote_types(dtype, torch.float32)
+        first = self._sums is None
+        sums = self._sums or self.transport.take_sums(placement, size, dtype, weights[0].device)
+        for index, slot in enumerate(placement.replica_of_slot):
+            part = grads[index * num_weights : (index + 1) * num_weights]
+            write(sums.rows[slot], part, add=not first)
+        is_last = self.num_backwards is None or self._backwards >= self.num_backwards()
+        self._sums = None if is_last else sums
+        if not is_last:
+            return None
+        self.reductions.append((placement.schedule, size * dtype.itemsize))
+        pending = self.transport.reduce(placement, sums, self.reduce_meter, self.name)
+        return Reduction(pending, sums)
+
+    def settle(self) -> None:
+        """End an iteration; parameters are about to change.
+
+        Raises:
+            RuntimeError: replicas' gradients were added up but never sent.
+        """
+        backwards, self._backwards = self._backwards, 0
+        if self._sums is not None:
+            expected = self.num_backwards() if self.num_backwards else 1
+            raise RuntimeError(
+                f"{self.name}: the optimizer steps after {backwards} backwards of this layer, but "
+                f"--moe-parallel fssdp was told of {expected} micro-batches and has kept the "
+                "replicas' gradients for the last one; use --fssdp-rematerialize, which sends them "
+                "with every micro-batch"
+            )
 
 
-def materialize(
-    plan: Materialization, owned_weights: Sequence[Sequence[torch.Tensor]], *, is_trained: bool
-) -> SlotWeights:
-    """Return the weights of this rank's slots, replicas fetched from their owners.
+@dataclass(eq=False)
+class Reduction:
+    """A spRS under way."""
 
-    Every rank of the group must call it, and run its backward, in the same order, with or without
-    copies of its own (see the note on the order of gradients); only ranks with copies communicate.
-
-    Args:
-        plan: the layer's materialization.
-        owned_weights: for each owned expert its W weights, of one dtype; shapes equal over all
-            experts and ranks. Autograd flows into them.
-        is_trained: whether any rank's weights require gradients: then every rank takes part in
-            the backward, also one that owns only frozen experts, for it may hold replicas of
-            others. Equal on all ranks.
-
-    Returns:
-        For each slot its W weights. Gradients of replicas travel back to the owners: an owned
-        weight's gradient is the sum over all its instances, owner first, then replicas by
-        ascending rank. Empty slots alias some owned weights, without gradient.
-    """
-    num_weights = len(owned_weights[0])
-    flat = [weight.view_as(weight) for expert in owned_weights for weight in expert]
-    trained = flat[0].new_empty(0, requires_grad=is_trained)
-    outputs: tuple[torch.Tensor, ...] = _Materialize.apply(plan, num_weights, trained, *flat)
-    filled = (*plan.owned_slots, *plan.received_slots)
-    by_slot: dict[int, tuple[torch.Tensor, ...]] = {
-        slot: tuple(outputs[index * num_weights : (index + 1) * num_weights])
-        for index, slot in enumerate(filled)
-    }
-    nothing = tuple(weight.detach() for weight in owned_weights[0])
-    return [by_slot.get(slot, nothing) for slot in range(plan.num_slots)]
+    pending: Pending
+    sums: Sums
 
 
-class _Materialize(torch.autograd.Function):
-    """spAG in forward, spRS in backward. Outputs: owned weights, then received ones, by slot."""
+@dataclass(eq=False)
+class Visit:
+    """One forward of a layer, and its backward."""
+
+    materializer: Materializer
+    placement: Placement
+    owned: OwnedWeights
+    views: tuple[torch.Tensor, ...] = ()
+    reduction: Reduction | None = None
+
+    def move_to(self, placement: Placement) -> None:
+        """Fetch what another placement needs besides, before `arrive`."""
+        self.placement = self.materializer._placement = placement
+        self.materializer.hold(placement)
+
+    def arrive(self) -> SlotWeights:
+        """Return the weights of this rank's slots; replicas may be read after `wait` only.
+
+        Returns:
+            For each slot its W weights. Gradients of replicas travel back to the owners: an owned
+            weight's gradient is the sum over all its instances. Empty slots alias some owned
+            weights, without gradient.
+        """
+        num_weights = len(self.owned[0])
+        # Given up: the views' node holds this visit, and so would keep itself alive.
+        views, self.views = self.views, ()
+        outputs: tuple[torch.Tensor, ...] = _Arrive.apply(self, *views)
+        filled = (*self.placement.owned_slots, *self.placement.replica_of_slot)
+        by_slot: dict[int, tuple[torch.Tensor, ...]] = {
+            slot: tuple(outputs[index * num_weights : (index + 1) * num_weights])
+            for index, slot in enumerate(filled)
+        }
+        nothing = tuple(weight.detach() for weight in self.owned[0])
+        return [by_slot.get(slot, nothing) for slot in range(self.placement.num_slots)]
+
+    def wait(self) -> None:
+        """Wait for the replicas."""
+        self.materializer.hold(self.placement)
+        self.materializer.pool.wait()
+
+    def replicas(self) -> list[torch.Tensor]:
+        """Return the W weights of each slot that holds a replica, end to end.
+
+        They are memory of the pool: right until it is given to another placement.
+        """
+        pool, shapes = self.materializer.pool, [weight.shape for weight in self.owned[0]]
+        self.materializer.hold(self.placement)
+        rows = pool.rows(self.placement, self.owned[0])
+        return [weight for row in rows.values() for weight in read(row, shapes)]
+
+    def guard(self, output: torch.Tensor) -> None:
+        """See to it that the replicas are in the pool when the experts' backward starts.
+
+        Args:
+            output: of the experts; nothing of what computed it is read by the backward before
+                this tensor's gradient is there.
+        """
+        if output.requires_grad:
+            output.register_hook(self._restore)
+
+    def _restore(self, unused: torch.Tensor) -> None:
+        self.wait()
+
+    def finish(self, grads: list[torch.Tensor]) -> None:
+        """Wait for spRS and add what arrived to the owned weights' gradients."""
+        if self.reduction is None:
+            return
+        reduction, self.reduction = self.reduction, None
+        reduction.pending.wait()
+        num_weights = len(self.owned[0])
+        shapes = [weight.shape for weight in self.owned[0]]
+        for index, slot in enumerate(self.placement.owned_slots):
+            if slot not in self.placement.sent_slots:
+                continue
+            for position, part in enumerate(read(reduction.sums.rows[slot], shapes)):
+                place = index * num_weights + position
+                main_grad = getattr(self.owned[index][position], "main_grad", None)
+                if part.dtype != grads[place].dtype and main_grad is not None:
+                    # Megatron keeps sums of bf16 gradients in fp32 there: no rounding on the way.
+                    main_grad.add_(part)
+                else:
+                    grads[place] = grads[place] + part.to(grads[place].dtype)
+        self.materializer.transport.give_back(reduction.sums)
+
+
+class _Launch(torch.autograd.Function):
+    """Owned weights, as they are. Backward: add what spRS brought."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        plan: Materialization,
-        num_weights: int,
-        trained: torch.Tensor,
-        *owned: torch.Tensor,
+        ctx: Any, visit: Visit, trained: torch.Tensor, *owned: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.plan, ctx.num_weights = plan, num_weights
-        shapes = [weight.shape for weight in owned[:num_weights]]
-        rows: dict[int, torch.Tensor] = {}
-        for index, slot in enumerate(plan.owned_slots):
-            if slot in plan.sent_slots:
-                rows[slot] = _pack(owned[index * num_weights : (index + 1) * num_weights])
-        row_size = sum(prod(shape) for shape in shapes)
-        received = owned[0].new_empty(len(plan.received_slots), row_size).unbind(0)
-        rows.update(zip(plan.received_slots, received, strict=True))
-        _transfer(sparse_all_gather, rows, plan)
-        replicas = [weight for row in received for weight in _unpack(row, shapes)]
-        return *(weight.view_as(weight) for weight in owned), *replicas
+        ctx.visit = visit
+        return tuple(weight.view_as(weight) for weight in owned)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        plan: Materialization = ctx.plan
-        num_weights: int = ctx.num_weights
-        slots = (*plan.owned_slots, *plan.received_slots)
-        travelling = {*plan.sent_slots, *plan.received_slots}
-        rows = {
-            slot: _pack(grads[index * num_weights : (index + 1) * num_weights])
-            for index, slot in enumerate(slots)
-            if slot in travelling
-        }
-        _transfer(sparse_reduce_scatter, rows, plan)
-        owned_grads = list(grads[: len(plan.owned_slots) * num_weights])
-        shapes = [grad.shape for grad in owned_grads[:num_weights]]
-        for index, slot in enumerate(plan.owned_slots):
-            if slot in rows:
-                first = index * num_weights
-                owned_grads[first : first + num_weights] = _unpack(rows[slot], shapes)
-        return None, None, None, *owned_grads
+        complete = list(grads)
+        ctx.visit.finish(complete)
+        return None, None, *complete
 
 
-def _transfer(collective: Any, rows: dict[int, torch.Tensor], plan: Materialization) -> None:
-    """Run a sparse collective on the rows of the slots that have one."""
-    nothing = torch.empty(0)
-    slots = [rows.get(slot, nothing) for slot in range(plan.num_slots)]
-    collective(slots, plan.schedule, plan.group).wait()
+class _Arrive(torch.autograd.Function):
+    """Owned weights, then replicas by slot. Backward: start spRS, and fetch ahead."""
 
+    @staticmethod
+    def forward(ctx: Any, visit: Visit, *owned: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.visit, ctx.num_owned = visit, len(owned)
+        return *(weight.view_as(weight) for weight in owned), *visit.replicas()
 
-def _pack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Lay an expert's weights end to end."""
-    return torch.cat([weight.reshape(-1) for weight in weights])
-
-
-def _unpack(row: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-    """View a row as the weights that `_pack` laid there."""
-    parts = row.split([prod(shape) for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        visit: Visit = ctx.visit
+        materializer = visit.materializer
+        visit.reduction = materializer.reduce(visit.placement, grads[ctx.num_owned :])
+        if materializer.predecessor is not None:
+            materializer.predecessor.prefetch()
+        return None, *grads[: ctx.num_owned]

@@ -6,11 +6,12 @@ Router, aux losses, shared experts, token dispatcher and expert module are Megat
 router and the dispatcher the routing map is translated from logical experts to slots, and the
 experts compute with the slots' weights. What is added to a stock forward, in order:
 
-    route       stock
-    preprocess  count tokens -> quotas -> translate the routing map -> fetch replicas, then stock
-    dispatch    stock, told that the layer has (ranks * slots) experts
-    experts     stock module on the slots' weights
-    combine     stock
+    (attention)  before it, in a hook of the transformer layer: replicas start to be fetched
+    route        stock
+    preprocess   count tokens -> quotas -> translate the routing map, then stock
+    dispatch     stock, told that the layer has (ranks * slots) experts
+    experts      wait for the replicas; stock module on the slots' weights
+    combine      stock
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_fssdp.experts.materialize import SlotWeights, materialize
+from megatron_fssdp.experts.materialize import SlotWeights, Visit
 from megatron_fssdp.experts.routing import translate_routing
 from megatron_fssdp.integration.runtime import FSSDPRuntime
 from megatron_fssdp.integration.slot_experts import build_slot_experts
+from megatron_fssdp.integration.step import LayerStep
+from megatron_fssdp.planning.cost import LayerShape
 
 
 class FSSDPMoELayer(MoELayer):
@@ -51,9 +54,8 @@ class FSSDPMoELayer(MoELayer):
         groups = pg_collection if pg_collection is not None else get_default_pg_collection()
         super().__init__(config, submodules, layer_number, groups, is_mtp_layer, name)
         self._runtime = runtime
-        expert_bytes = sum(p.numel() * p.element_size() for p in self.experts.parameters())
         self._index = runtime.add_layer(
-            config.num_moe_experts, self.ep_group, expert_bytes // self.num_local_experts
+            config.num_moe_experts, self.ep_group, "a MoE layer", _shape(config, runtime)
         )
         num_slots = runtime.num_slots(self._index)
         self.token_dispatcher: Any = _build_physical_dispatcher(
@@ -65,27 +67,45 @@ class FSSDPMoELayer(MoELayer):
             "_slot_experts",
             build_slot_experts(self.experts, num_slots, self.submodules.experts, groups),
         )
+        self._visit: Visit | None = None
         self._slot_weights: SlotWeights | None = None
+        self._predecessor: FSSDPMoELayer | None = None
         self._is_trained: bool | None = None
+        self.register_load_state_dict_post_hook(lambda *unused: runtime.forget_replicas())
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Take the number that the transformer layer gives; messages name it."""
+        super().set_layer_number(layer_number)
+        self._runtime.rename_layer(self._index, f"MoE layer {layer_number}")
+
+    def start_replicas(self) -> None:
+        """Start to fetch this forward's replicas: call it before the layer's attention."""
+        self._visit = self._launch(self._runtime.begin_forward(self._index, self._device))
+
+    def follow(self, predecessor: FSSDPMoELayer) -> None:
+        """Tell the layer whose backward follows this one's, to fetch its replicas ahead."""
+        # Looked up late: a materializer exists once its layer has run.
+        object.__setattr__(self, "_predecessor", predecessor)
 
     def preprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> Any:
-        """Translate the routing to slots, fetch the replicas, then prepare the dispatch."""
-        layer = self._runtime.begin_forward(self._index, routing_map.device)
-        counts_RE = gather_counts(routing_map, self.ep_group)
-        split_EI, loads_R = layer.split(counts_RE)
+        """Translate the routing to slots, then prepare the dispatch."""
+        step = self._runtime.begin_forward(self._index, self._device)
+        if self._visit is None:
+            # Nobody called before the attention: a replay of recompute, a bare layer.
+            self._visit = self._launch(step)
+        counts_RE = self._count(routing_map, self._visit)
+        if self._runtime.config.fssdp_calibration and self.training:
+            step = self._runtime.calibrate(self._index, counts_RE)
+            self._visit.move_to(step.placement)
+        split_EI, loads_R = step.split(counts_RE)
         if self.training:
             self._runtime.record(self._index, counts_RE, loads_R)
         routing_map, probs = translate_routing(
-            routing_map, probs, split_EI, layer.physical_EI, layer.num_physical
+            routing_map, probs, split_EI, step.physical_EI, step.num_physical
         )
-        self._wait_for_parameters()
-        self._slot_weights = materialize(
-            layer.materialization,
-            self._slot_experts.owned_weights,
-            is_trained=self._is_any_expert_trained(routing_map.device),
-        )
+        self._slot_weights = self._visit.arrive()
         return super().preprocess(hidden_states, probs, routing_map)
 
     def routed_experts_compute(
@@ -97,9 +117,42 @@ class FSSDPMoELayer(MoELayer):
         )
         # Taken, not read: a second forward of this layer (another micro-batch, or the replay of
         # activation recompute) must never see the weights of the first.
+        visit, self._visit = self._visit, None
+        assert visit is not None, "preprocess starts a visit"
         weights, self._slot_weights = self._slot_weights, None
+        visit.wait()
         output = self._slot_experts(rows, tokens_per_slot, row_probs, weights)
+        visit.guard(output)
         return self.token_dispatcher.combine_preprocess(output), None
+
+    def _count(self, routing_map: torch.Tensor, visit: Visit) -> torch.Tensor:
+        try:
+            return gather_counts(routing_map, self.ep_group)
+        except RuntimeError as error:
+            # A rank that died breaks this exchange first; copies under way tell who it was.
+            visit.wait()
+            raise RuntimeError(
+                f"counting the tokens of MoE layer {self.layer_number} in the expert-parallel "
+                f"group failed: {error}"
+            ) from error
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.experts.parameters()).device
+
+    def _launch(self, step: LayerStep) -> Visit:
+        self._wait_for_parameters()
+        materializer = self._runtime.materializer(self._index, self._device)
+        predecessor = self._predecessor
+        if predecessor is not None and materializer.predecessor is None:
+            materializer.predecessor = self._runtime.materializer(
+                predecessor._index, predecessor._device
+            )
+        return materializer.launch(
+            step.placement,
+            self._slot_experts.owned_weights,
+            is_trained=self._is_any_expert_trained(self._device),
+        )
 
     def _is_any_expert_trained(self, device: torch.device) -> bool:
         # Asked once: some ranks' experts may all be frozen, and the ranks must agree. Freezing
@@ -117,6 +170,19 @@ class FSSDPMoELayer(MoELayer):
         for module in self.experts.modules():
             for hook in module._forward_pre_hooks.values():
                 hook(module, ())
+
+
+def _shape(config: TransformerConfig, runtime: FSSDPRuntime) -> LayerShape:
+    """Read a layer's sizes off Megatron's settings."""
+    width = config.params_dtype.itemsize
+    return LayerShape(
+        hidden_size=config.hidden_size,
+        ffn_size=config.moe_ffn_hidden_size or config.ffn_hidden_size,
+        num_matrices=3 if config.gated_linear_unit else 2,
+        param_bytes=width,
+        grad_bytes=max(width, 4) if runtime.config.fssdp_grad_dtype == "fp32" else width,
+        activation_bytes=width,
+    )
 
 
 def _build_physical_dispatcher(

@@ -19,7 +19,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_fssdp.config import FSSDPConfig
 from megatron_fssdp.integration.layer import gather_counts
-from megatron_fssdp.integration.runtime import FSSDPRuntime, IterationRecord
+from megatron_fssdp.integration.records import IterationRecord
+from megatron_fssdp.integration.runtime import FSSDPRuntime
 from megatron_fssdp.simulation.load_log import LoadLogWriter
 
 
@@ -29,6 +30,8 @@ def attach(runtime: FSSDPRuntime, config: FSSDPConfig) -> None:
     Raises:
         ValueError: on every rank, if one of them cannot write the load log.
     """
+    if config.moe_parallel == "fssdp" and runtime.layer_shapes() and _speaks_for_stage():
+        print(memory_outlook(runtime), flush=True)
     if config.fssdp_log_plan:
         runtime.listeners.append(PlanPrinter(config.fssdp_log_plan))
     if config.fssdp_load_log is None:
@@ -57,13 +60,86 @@ class PlanPrinter:
         if (record.iteration + 1) % self._interval or not _speaks_for_stage():
             return
         before, after = record.imbalance()
+        copied = sum(gather.num_bytes for gather in record.gathers)
         print(
             f" fssdp iteration {record.iteration + 1:8d} | fullest rank / mean tokens: "
             f"{_mean(before):.3f} -> {_mean(after):.3f} (worst layer {max(before):.3f} -> "
             f"{max(after):.3f}) | replicas: {record.num_replicas} | "
-            f"parameters copied: {sum(record.copied_bytes_L) / 1e6:.1f} MB |",
+            f"parameters copied: {copied / 1e6:.1f} MB | copies took "
+            f"{1e3 * record.traffic.total_s:.1f} ms, {1e3 * record.traffic.exposed_s:.1f} ms "
+            "of it exposed |",
             flush=True,
         )
+
+
+def memory_outlook(runtime: FSSDPRuntime) -> str:
+    """Say what replicas take if they are kept, and if they are re-materialized.
+
+    Memory is that of full slots; seconds are those of full slots over the slowest link class.
+    """
+    again = runtime.config.fssdp_rematerialize
+    slots, shapes, link = runtime.outlook()
+    num_micro = runtime.num_microbatches() if runtime.num_microbatches else 1
+    largest = max((shape.num_params for shape in shapes), default=0)
+    weights = [slots * shape.expert_bytes for shape in shapes]
+    grads = [slots * shape.num_params * shape.grad_bytes for shape in shapes]
+    # Kept, each layer adds its gradients up over the micro-batches; else layers take turns.
+    kept = sum(weights) + (sum(grads) if num_micro > 1 else max(grads, default=0))
+    one = next((shape for shape in shapes if shape.num_params == largest), None)
+    turns = 0 if one is None else slots * (one.expert_bytes + largest * one.grad_bytes)
+    once_s = link.time_s(sum(weights)) + link.time_s(sum(grads))
+    often_s = num_micro * (2 * link.time_s(sum(weights)) + link.time_s(sum(grads)))
+    return (
+        f" fssdp: replicas of {len(shapes)} MoE layers, {slots} slots a rank: kept "
+        f"{kept / 1e6:.0f} MB a rank, copies at most {1e3 * once_s:.1f} ms an iteration; "
+        f"re-materialized {turns / 1e6:.0f} MB, {1e3 * often_s:.1f} ms. This run: "
+        f"{'re-materialized' if again else 'kept'} "
+        f"({'drop' if again else 'give'} --fssdp-rematerialize for the other)"
+    )
+
+
+def scalars(record: IterationRecord) -> dict[str, float]:
+    """Return what a dashboard shows of an iteration, by name; the names are always the same.
+
+    Layers are those of this rank's pipeline stage; bytes are those of its whole expert-parallel
+    group; times are this rank's.
+    """
+    before, after = record.imbalance()
+    return {
+        "fssdp/imbalance-owners-only": _mean(before),
+        "fssdp/imbalance": _mean(after),
+        "fssdp/imbalance-worst-layer": max(after, default=1.0),
+        "fssdp/replicas": record.num_replicas,
+        "fssdp/calibrated-replicas": sum(each.num_new for each in record.calibrations),
+        "fssdp/calibration-saved-ms": 1e3 * sum(each.saved_s for each in record.calibrations),
+        "fssdp/calibration-cost-ms": 1e3 * sum(each.extra_s for each in record.calibrations),
+        "fssdp/copied-inside-nodes-mb": record.traffic.near_bytes / 1e6,
+        "fssdp/copied-between-nodes-mb": record.traffic.far_bytes / 1e6,
+        "fssdp/copies-ms": 1e3 * record.traffic.total_s,
+        "fssdp/copies-exposed-ms": 1e3 * record.traffic.exposed_s,
+        "fssdp/replica-memory-mb": record.replica_bytes / 1e6,
+        "fssdp/plan-ms": 1e3 * record.plan_s,
+    }
+
+
+class ScalarWriter:
+    """Writes scalars to the writers that Megatron opened on this rank (its last one)."""
+
+    def __init__(self, interval: int, tensorboard: Any, wandb: Any) -> None:
+        self._interval = interval
+        self._tensorboard, self._wandb = tensorboard, wandb
+
+    def __call__(self, record: IterationRecord) -> None:
+        """Write this iteration's scalars if it is its turn."""
+        step = record.iteration + 1
+        if step % self._interval:
+            return
+        values = scalars(record)
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(values, step)
 
 
 class LoadRecorder:
@@ -86,7 +162,7 @@ class LoadRecorder:
                 record.counts_LRE,
                 record.loads_LR,
                 [plan.num_replicas for plan in record.plans],
-                [num_bytes // 1000 for num_bytes in record.copied_bytes_L],
+                [gather.num_bytes // 1000 for gather in record.gathers],
             )
         except OSError as error:
             print(f"WARNING: --fssdp-load-log ends here: {error}", flush=True)
@@ -106,7 +182,8 @@ def watch_routers(model: Iterable[torch.nn.Module], runtime: FSSDPRuntime) -> No
     for chunk in model:
         for layer in chunk.modules():
             if isinstance(layer, MoELayer):
-                index = runtime.add_layer(layer.config.num_moe_experts, layer.ep_group, 0)
+                name = f"MoE layer {layer.layer_number}"
+                index = runtime.add_layer(layer.config.num_moe_experts, layer.ep_group, name, None)
                 layer.router.register_forward_hook(_counting(runtime, index, layer.ep_group))
 
 

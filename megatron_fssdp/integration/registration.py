@@ -124,17 +124,23 @@ def _warn_of_idle_flags(config: FSSDPConfig) -> None:
 
 def _use_model(model: Any, optimizer: Any) -> None:
     """Take the model and optimizer that Megatron built, and count iterations as Megatron does."""
-    from megatron.training import get_args
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
     from megatron_fssdp.integration import metrics, spec
 
     runtime = _runtimes[-1]
     if runtime.config.moe_parallel == "fssdp":
-        spec.assert_fssdp_layers(model)
+        spec.prepare(model)
+        runtime.num_microbatches = get_num_microbatches
     else:
         metrics.watch_routers(model, runtime)
     metrics.attach(runtime, runtime.config)
-    runtime.iteration = get_args().iteration
+    args, tensorboard, wandb = get_args(), get_tensorboard_writer(), get_wandb_writer()
+    runtime.iteration = args.iteration
+    if tensorboard is not None or wandb is not None:
+        writer = metrics.ScalarWriter(args.tensorboard_log_interval, tensorboard, wandb)
+        runtime.listeners.append(writer)
     # Megatron's optimizers hold torch's; a stub (nothing to train here) holds none.
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     inner = [getattr(each, "optimizer", None) for each in chained]

@@ -9,8 +9,9 @@ replaces that one name, in that one module, by a partial of our subclass. `unreg
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import moe_module_specs
@@ -49,6 +50,38 @@ def unregister() -> None:
     current = moe_module_specs.MoELayer
     if isinstance(current, partial) and current.func is FSSDPMoELayer:
         moe_module_specs.MoELayer = MoELayer
+
+
+def prepare(model: Iterable[torch.nn.Module]) -> None:
+    """Check the model that Megatron built, and let its layers fetch replicas early.
+
+    A transformer layer whose MLP is an FSSDP layer starts the fetch before its attention; backward,
+    each layer starts the fetch of the one before it in its chunk.
+
+    Args:
+        model: the model chunks that Megatron built on this rank.
+
+    Raises:
+        RuntimeError: see `assert_fssdp_layers`.
+    """
+    assert_fssdp_layers(model)
+    for chunk in model:
+        previous: FSSDPMoELayer | None = None
+        for module in chunk.modules():
+            layer = getattr(module, "mlp", None)
+            if not isinstance(layer, FSSDPMoELayer):
+                continue
+            module.register_forward_pre_hook(_starting(layer))
+            if previous is not None:
+                layer.follow(previous)
+            previous = layer
+
+
+def _starting(layer: FSSDPMoELayer) -> Callable[..., None]:
+    def start(*unused: Any) -> None:
+        layer.start_replicas()
+
+    return start
 
 
 def assert_fssdp_layers(model: Iterable[torch.nn.Module]) -> None:

@@ -18,10 +18,9 @@ import numpy as np
 from megatron_fssdp.planning.plan import EMPTY, Int64Array, LayerPlan
 from megatron_fssdp.planning.planner import PlanSettings
 from megatron_fssdp.planning.quotas import rank_loads, split_source
+from megatron_fssdp.planning.schedule import RELAY_FANOUT, Schedule, traffic
 from megatron_fssdp.planning.topology import Topology
 
-# Copies of one expert that any rank sends on: replicas on many nodes are relayed along a tree.
-RELAY_FANOUT = 2
 # Token transfers of one layer: dispatch and combine, forward and backward.
 TOKEN_TRIPS = 4
 # Work of forward and backward against forward alone: two more products of the same size.
@@ -225,24 +224,34 @@ def tokens_between_nodes(
 
 
 def replica_traffic(plan: LayerPlan, topology: Topology) -> Int64Array:
-    """Return the (R, R) int64 copies that each rank (row) sends to each (column).
+    """Return the (R, R) int64 copies that each rank (row) sends to each (column), along trees."""
+    return traffic(Schedule.tree(plan, topology.node_of_rank).copies, plan.num_ranks)
 
-    An expert crosses to each other node once, along a tree in which nobody sends on more than
-    `RELAY_FANOUT` copies, and spreads inside the node along another.
-    """
-    copies_RR = np.zeros((plan.num_ranks, plan.num_ranks), dtype=np.int64)
-    for ranks in plan.instance_rank_EI:
-        members = ranks[ranks != EMPTY]
-        if len(members) == 1:
-            continue
-        # The owner first in its node; the first of every other node receives for it.
-        by_node: dict[int, list[int]] = {}
-        for rank in members.tolist():
-            by_node.setdefault(topology.node_of_rank[rank], []).append(rank)
-        for tree in ([group[0] for group in by_node.values()], *by_node.values()):
-            for position in range(1, len(tree)):
-                copies_RR[tree[(position - 1) // RELAY_FANOUT], tree[position]] += 1
-    return copies_RR
+
+def schedule_s(schedule: Schedule, topology: Topology, expert_bytes: int) -> float:
+    """Seconds of a schedule whose copies have `expert_bytes` each: its stages one by one."""
+    seconds = 0.0
+    for stage in schedule.stages:
+        sender, receiver = np.array([(copy.sender, copy.receiver) for copy in stage]).T
+        is_far = topology.node_R[sender] != topology.node_R[receiver]
+        slowest = 0.0
+        for here, link in ((~is_far, topology.intra_node), (is_far, topology.inter_node)):
+            if here.any():
+                most = max(np.bincount(end[here]).max() for end in (sender, receiver))
+                slowest = max(slowest, link.time_s(int(most) * expert_bytes))
+        seconds += slowest
+    return seconds
+
+
+def cheapest_schedule(
+    plan: LayerPlan, topology: Topology, expert_bytes: int, present: LayerPlan | None = None
+) -> Schedule:
+    """Choose between the flat and the tree schedule by modelled time; on equal terms flat."""
+    flat = Schedule.flat(plan, present)
+    if topology.num_nodes == 1 and flat.max_sends <= RELAY_FANOUT:
+        return flat
+    tree = Schedule.tree(plan, topology.node_of_rank, present)
+    return min((flat, tree), key=lambda each: schedule_s(each, topology, expert_bytes))
 
 
 def overlap_degree(non_moe_s: float, topology: Topology, shape: LayerShape) -> int:

@@ -1,74 +1,199 @@
 # SPDX-License-Identifier: Apache-2.0
 
-"""A layer's plan as the sends and receives of each rank: pure arithmetic, no communication."""
+"""A layer's plan as the messages of spAG, stage by stage: pure arithmetic, no communication.
+
+Flat: every owner sends to each of its replicas, all at once. Tree: an expert crosses to each other
+node once and spreads inside the node, and nobody sends on more than `RELAY_FANOUT` copies of it in
+each of the two; a rank that receives in one stage may send in the next. spRS runs the same messages
+backwards, last stage first, and sums on the way.
+"""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from megatron_fssdp.planning.plan import EMPTY, LayerPlan
+from megatron_fssdp.planning.plan import EMPTY, Int64Array, LayerPlan
+
+# Copies of one expert that a rank sends on to other nodes, and as many inside its own.
+RELAY_FANOUT = 2
 
 
 @dataclass(frozen=True)
 class Copy:
-    """One replica's way: an expert's parameters go owner -> replica, its gradient comes back.
+    """One message of spAG: an expert's parameters. Its gradient takes the same way back.
 
     Attributes:
         expert: the expert's id in its layer.
-        owner: rank that owns the expert; `owner_slot` is its slot there.
-        replica: rank that holds the replica; `replica_slot` is its slot there.
+        sender: rank that sends; `sender_slot` is the expert's slot there.
+        receiver: rank that holds a replica; `receiver_slot` is its slot there.
     """
 
     expert: int
-    owner: int
-    owner_slot: int
-    replica: int
-    replica_slot: int
+    sender: int
+    sender_slot: int
+    receiver: int
+    receiver_slot: int
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """All copies of one layer, ordered by (expert, replica rank): the same on every rank.
+    """All messages of one layer, the same on every rank.
 
-    Two ranks meet their common messages in this order, so messages need no tags, and gradients
-    are summed in this order, so a run repeats bit for bit.
+    In a stage copies are ordered by (expert, receiver). Two ranks meet their common messages in
+    this order, so messages need no tags; gradients are summed in it, so a run repeats bit for bit.
     """
 
-    copies: tuple[Copy, ...]
+    stages: tuple[tuple[Copy, ...], ...]
 
     @classmethod
-    def from_plan(cls, plan: LayerPlan) -> Schedule:
-        """List the copies that turn the owners' placement into the plan's."""
-        rank, slot = np.nonzero(plan.slot_expert_RS != EMPTY)
-        expert = plan.slot_expert_RS[rank, slot]
-        owner_slot_E = np.empty(plan.num_experts, dtype=np.int64)
-        is_owned = plan.owner_E[expert] == rank
-        owner_slot_E[expert[is_owned]] = slot[is_owned]
-        replicas = sorted(
-            zip(
-                expert[~is_owned].tolist(),
-                rank[~is_owned].tolist(),
-                slot[~is_owned].tolist(),
-                strict=True,
-            )
-        )
-        return cls(
-            tuple(Copy(e, int(plan.owner_E[e]), int(owner_slot_E[e]), r, s) for e, r, s in replicas)
-        )
+    def flat(cls, plan: LayerPlan, present: LayerPlan | None = None) -> Schedule:
+        """Let each owner send to all of its replicas.
+
+        Args:
+            plan: the placement to reach.
+            present: replicas that are there already and need no message.
+        """
+        holders = _Holders(plan)
+        links = [
+            (0, expert, owner, rank)
+            for expert, owner, ranks in holders.missing(present)
+            for rank in ranks
+        ]
+        return cls(_stages(links, holders))
+
+    @classmethod
+    def tree(
+        cls,
+        plan: LayerPlan,
+        node_of_rank: Sequence[int],
+        present: LayerPlan | None = None,
+        fanout: int = RELAY_FANOUT,
+    ) -> Schedule:
+        """Let an expert cross to each node once.
+
+        The rank that receives for its node is the one that has received and sent the fewest
+        copies over the network so far, and inside a node those relay first that have relayed
+        least: so that no adapter, and no rank's memory for what arrives, takes more than its share.
+
+        Args:
+            plan: the placement to reach.
+            node_of_rank: (R,) the node of each rank.
+            present: replicas that are there already and need no message. They relay nothing.
+            fanout: messages of one expert that a rank sends to other nodes, and inside its own.
+        """
+        holders = _Holders(plan)
+        links: list[tuple[int, int, int, int]] = []
+        work = (Counter[int](), Counter[int]())
+        for expert, owner, ranks in holders.missing(present):
+            for depth, sender, receiver in _spread(owner, ranks, node_of_rank, work, fanout):
+                links.append((depth, expert, sender, receiver))
+        return cls(_stages(links, holders))
+
+    @cached_property
+    def copies(self) -> tuple[Copy, ...]:
+        """The messages of all stages."""
+        return tuple(copy for stage in self.stages for copy in stage)
 
     @cached_property
     def max_sends(self) -> int:
-        """Copies that the busiest owner sends."""
-        owners = [copy.owner for copy in self.copies]
-        return max((owners.count(owner) for owner in set(owners)), default=0)
+        """Messages that the busiest rank sends."""
+        return max(Counter(copy.sender for copy in self.copies).values(), default=0)
 
-    def sends_of(self, rank: int) -> list[Copy]:
-        """Return the copies whose owner is `rank`."""
-        return [copy for copy in self.copies if copy.owner == rank]
+    def num_far(self, node_of_rank: Sequence[int]) -> int:
+        """Messages between nodes."""
+        return sum(node_of_rank[copy.sender] != node_of_rank[copy.receiver] for copy in self.copies)
 
-    def receives_of(self, rank: int) -> list[Copy]:
-        """Return the copies whose replica is on `rank`."""
-        return [copy for copy in self.copies if copy.replica == rank]
+    def stages_of(self, rank: int) -> list[list[Copy]]:
+        """Return the messages that `rank` is an end of, stage by stage."""
+        return [
+            [copy for copy in stage if rank in (copy.sender, copy.receiver)]
+            for stage in self.stages
+        ]
+
+
+class _Holders:
+    """Who holds which expert, and where."""
+
+    def __init__(self, plan: LayerPlan) -> None:
+        self._plan = plan
+        rank, slot = np.nonzero(plan.slot_expert_RS != EMPTY)
+        expert = plan.slot_expert_RS[rank, slot]
+        pairs = zip(expert.tolist(), rank.tolist(), strict=True)
+        self.slot_of = dict(zip(pairs, slot.tolist(), strict=True))
+
+    def missing(self, present: LayerPlan | None) -> Iterable[tuple[int, int, list[int]]]:
+        """List each replicated expert with its owner and the ranks that need it, ascending."""
+        there = set() if present is None else _pairs(present)
+        ranks_of: defaultdict[int, list[int]] = defaultdict(list)
+        for expert, rank in sorted(self.slot_of):
+            if rank != self._plan.owner_E[expert] and (expert, rank) not in there:
+                ranks_of[expert].append(rank)
+        return [
+            (expert, int(self._plan.owner_E[expert]), ranks) for expert, ranks in ranks_of.items()
+        ]
+
+
+def _pairs(plan: LayerPlan) -> set[tuple[int, int]]:
+    rank, slot = np.nonzero(plan.slot_expert_RS != EMPTY)
+    return set(zip(plan.slot_expert_RS[rank, slot].tolist(), rank.tolist(), strict=True))
+
+
+def _spread(
+    owner: int,
+    ranks: Sequence[int],
+    node_of_rank: Sequence[int],
+    work: tuple[Counter[int], Counter[int]],
+    fanout: int,
+) -> list[tuple[int, int, int]]:
+    """List (stage, sender, receiver) of one expert's tree.
+
+    `work` counts, over all experts, each rank's crossings (sent and received) and relays inside
+    its node.
+    """
+    crossings, relays = work
+    by_node: dict[int, list[int]] = {}
+    for rank in ranks:
+        by_node.setdefault(node_of_rank[rank], []).append(rank)
+    at_home = by_node.pop(node_of_rank[owner], [])
+    heads = [min(group, key=lambda rank: (crossings[rank], rank)) for group in by_node.values()]
+    lines = [(crossings, owner, heads), (relays, owner, at_home)]
+    for head, members in zip(heads, by_node.values(), strict=True):
+        lines.append((relays, head, [rank for rank in members if rank != head]))
+    links = []
+    stage_of = {owner: 0}
+    for counts, first, others in lines:
+        line = [first, *sorted(others, key=lambda rank: (counts[rank], rank))]
+        for position in range(1, len(line)):
+            sender, receiver = line[(position - 1) // fanout], line[position]
+            links.append((stage_of[sender], sender, receiver))
+            stage_of[receiver] = stage_of[sender] + 1
+            counts[sender] += 1
+            if counts is crossings:
+                counts[receiver] += 1
+    return links
+
+
+def _stages(
+    links: list[tuple[int, int, int, int]], holders: _Holders
+) -> tuple[tuple[Copy, ...], ...]:
+    """Turn (stage, expert, sender, receiver) into the copies of each stage."""
+    by_stage: defaultdict[int, list[Copy]] = defaultdict(list)
+    slot_of = holders.slot_of
+    for stage, expert, sender, receiver in sorted(links, key=lambda link: (*link[:2], link[3])):
+        by_stage[stage].append(
+            Copy(expert, sender, slot_of[expert, sender], receiver, slot_of[expert, receiver])
+        )
+    return tuple(tuple(by_stage[stage]) for stage in range(len(by_stage)))
+
+
+def traffic(copies: Iterable[Copy], num_ranks: int) -> Int64Array:
+    """Return the (R, R) int64 copies that each rank (row) sends to each (column)."""
+    copies_RR = np.zeros((num_ranks, num_ranks), dtype=np.int64)
+    for copy in copies:
+        copies_RR[copy.sender, copy.receiver] += 1
+    return copies_RR

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import time
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
+from megatron_fssdp.collectives.buffers import RowBuffer
+from megatron_fssdp.collectives.lanes import Meter, make_lane
 from megatron_fssdp.collectives.reference import dense_all_gather, dense_reduce_scatter
 from megatron_fssdp.collectives.sparse import sparse_all_gather, sparse_reduce_scatter
 from megatron_fssdp.planning.plan import EMPTY, LayerPlan
@@ -28,46 +36,91 @@ def make_plan(num_ranks: int, num_experts: int, num_replica_slots: int, seed: in
     return LayerPlan(np.arange(num_experts) // per_rank, slots)
 
 
-def test_schedule_lists_copies_in_a_fixed_order() -> None:
+def test_flat_schedule_lists_copies_in_a_fixed_order() -> None:
     # rank 0 owns experts 0, 1; rank 1 owns 2, 3. Rank 0 replicates 3; rank 1 replicates 1, 0.
     plan = LayerPlan(np.array([0, 0, 1, 1]), np.array([[0, 1, 3, EMPTY], [2, 3, 1, 0]]))
-    schedule = Schedule.from_plan(plan)
-    assert schedule.copies == (Copy(0, 0, 0, 1, 3), Copy(1, 0, 1, 1, 2), Copy(3, 1, 1, 0, 2))
+    schedule = Schedule.flat(plan)
+    assert schedule.stages == ((Copy(0, 0, 0, 1, 3), Copy(1, 0, 1, 1, 2), Copy(3, 1, 1, 0, 2)),)
     assert schedule.max_sends == 2
-    assert [copy.expert for copy in schedule.receives_of(1)] == [0, 1]
+    # Rank 1 holds a replica of 1 already: only the others are missing.
+    present = LayerPlan(np.array([0, 0, 1, 1]), np.array([[0, 1, EMPTY, EMPTY], [2, 3, EMPTY, 1]]))
+    assert [copy.expert for copy in Schedule.flat(plan, present).copies] == [0, 3]
+    assert [copy.expert for copy in Schedule.tree(plan, (0, 1), present).copies] == [0, 3]
 
 
-def _compare_with_dense(dtype: torch.dtype, contiguous: bool, seed: int) -> None:
+def test_tree_crosses_to_each_node_once() -> None:
+    """Owner 0 on node 0 of three nodes of 2; expert 0 goes everywhere, expert 1 to ranks 2 to 5."""
+    slots = np.array([[0, 1, EMPTY]] + [[2, 0, EMPTY]] + [[3 + r, 0, 1] for r in range(4)])
+    plan = LayerPlan(np.array([0, 0, 1, 2, 3, 4, 5]), slots)
+    schedule = Schedule.tree(plan, (0, 0, 1, 1, 2, 2))
+    links = [[(c.expert, c.sender, c.receiver) for c in stage] for stage in schedule.stages]
+    # The second expert enters each node through the rank that the first did not use.
+    assert links == [
+        [(0, 0, 1), (0, 0, 2), (0, 0, 4), (1, 0, 3), (1, 0, 5)],
+        [(0, 2, 3), (0, 4, 5), (1, 3, 2), (1, 5, 4)],
+    ]
+    assert schedule.num_far((0, 0, 1, 1, 2, 2)) == 4
+    assert Schedule.flat(plan).num_far((0, 0, 1, 1, 2, 2)) == 8
+
+
+@given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 5))
+def test_trees_deliver_what_flat_delivers(seed: int, fanout: int, per_node: int) -> None:
+    """Every replica is sent once, by a rank that has it by then; senders keep to the fan-out."""
+    plan = make_plan(12, 24, 5, seed)
+    nodes = [rank // per_node for rank in range(12)]
+    tree = Schedule.tree(plan, nodes, fanout=fanout)
+    wanted = sorted((copy.expert, copy.receiver) for copy in Schedule.flat(plan).copies)
+    assert sorted((copy.expert, copy.receiver) for copy in tree.copies) == wanted
+    held = {(expert, int(rank)) for expert, rank in enumerate(plan.owner_E)}
+    sends: Counter[tuple[int, int, bool]] = Counter()
+    crossed: Counter[tuple[int, int]] = Counter()
+    for stage in tree.stages:
+        assert all((copy.expert, copy.sender) in held for copy in stage)
+        for copy in stage:
+            held.add((copy.expert, copy.receiver))
+            is_far = nodes[copy.sender] != nodes[copy.receiver]
+            sends[copy.expert, copy.sender, is_far] += 1
+            crossed[copy.expert, nodes[copy.receiver]] += is_far
+            assert plan.slot_expert_RS[copy.sender, copy.sender_slot] == copy.expert
+            assert plan.slot_expert_RS[copy.receiver, copy.receiver_slot] == copy.expert
+    assert max(sends.values(), default=0) <= fanout
+    assert max(crossed.values(), default=0) <= 1
+
+
+def _compare_with_dense(dtype: torch.dtype, per_node: int | None, seed: int) -> None:
     group = dist.group.WORLD
     rank = group.rank()
     plan = make_plan(group.size(), 8, 3, seed)
-    schedule = Schedule.from_plan(plan)
+    if per_node is None:
+        schedule = Schedule.flat(plan)
+    else:
+        schedule = Schedule.tree(plan, [r // per_node for r in range(group.size())])
     generator = torch.Generator().manual_seed(100 * seed + rank)
-    values = torch.randint(-50, 50, (plan.num_slots, 6, 4), generator=generator).to(dtype)
-    slots = values.transpose(1, 2) if not contiguous else values
-    assert slots[0].is_contiguous() == contiguous
+    slots = torch.randint(-50, 50, (plan.num_slots, 24), generator=generator).to(dtype)
 
-    expected = dense_all_gather(slots.unbind(0), schedule, group)
-    gathered = list(slots.clone().unbind(0))
-    sparse_all_gather(gathered, schedule, group).wait()
-    for slot, (got, want) in enumerate(zip(gathered, expected, strict=True)):
-        assert torch.equal(got, want), f"spAG, rank {rank}, slot {slot}"
+    expected = dense_all_gather(slots.unbind(0), plan, group)
+    gathered = dict(enumerate(slots.clone().unbind(0)))
+    sparse_all_gather(gathered, schedule, group)
+    for slot, want in enumerate(expected):
+        assert torch.equal(gathered[slot], want), f"spAG, rank {rank}, slot {slot}"
 
-    expected = dense_reduce_scatter(slots.unbind(0), schedule, group)
-    reduced = list(slots.clone().unbind(0))
-    sparse_reduce_scatter(reduced, schedule, group).wait()
-    for slot, (got, want) in enumerate(zip(reduced, expected, strict=True)):
-        assert torch.equal(got, want), f"spRS, rank {rank}, slot {slot}"
+    expected = dense_reduce_scatter(slots.unbind(0), plan, group)
+    reduced = dict(enumerate(slots.clone().unbind(0)))
+    sparse_reduce_scatter(reduced, schedule, group, RowBuffer())
+    owned = [s for s, e in enumerate(plan.slot_expert_RS[rank]) if plan.owner_E[e] == rank]
+    for slot in owned:
+        assert torch.equal(reduced[slot], expected[slot]), f"spRS, rank {rank}, slot {slot}"
 
 
+@pytest.mark.parametrize("per_node", [None, 2, 3])
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_equal_to_dense(world_size: int) -> None:
-    run_ranks(world_size, _compare_with_dense, torch.float32, True, world_size)
+def test_equal_to_dense(world_size: int, per_node: int | None) -> None:
+    run_ranks(world_size, _compare_with_dense, torch.float32, per_node, world_size)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.float64])
-def test_any_dtype_not_contiguous(dtype: torch.dtype) -> None:
-    run_ranks(2, _compare_with_dense, dtype, False, 3)
+def test_any_dtype(dtype: torch.dtype) -> None:
+    run_ranks(2, _compare_with_dense, dtype, None, 3)
 
 
 def _count_messages() -> None:
@@ -80,17 +133,17 @@ def _count_messages() -> None:
         return original(ops)
 
     dist.batch_isend_irecv = counting
-    slots = [torch.zeros(3) for _ in range(5)]
+    rows = {slot: torch.zeros(3) for slot in range(5)}
     empty = Schedule(())
-    sparse_all_gather(slots, empty, group).wait()
-    sparse_reduce_scatter(slots, empty, group).wait()
+    sparse_all_gather(rows, empty, group)
+    sparse_reduce_scatter(rows, empty, group, RowBuffer())
     assert sent == [], "an empty plan must cost nothing"
     # One group call however many copies there are.
-    one = Schedule((Copy(0, 0, 0, 1, 4), Copy(1, 0, 1, 1, 3)))
-    sparse_all_gather(slots, one, group).wait()
+    one = Schedule(((Copy(0, 0, 0, 1, 4), Copy(1, 0, 1, 1, 3)),))
+    sparse_all_gather(rows, one, group)
     assert sent == [2]
     # Tensors without elements send nothing.
-    sparse_all_gather([torch.zeros(0) for _ in range(5)], one, group).wait()
+    sparse_all_gather({slot: torch.zeros(0) for slot in range(5)}, one, group)
     assert sent == [2]
 
 
@@ -98,21 +151,41 @@ def test_empty_plans_cost_nothing_and_calls_are_coalesced() -> None:
     run_ranks(2, _count_messages)
 
 
-def _die_inside() -> str:
+def _die_inside(collective: str, overlap: bool) -> str:
+    """Rank 1 is killed; rank 0 must be told of the collective, the layer, the expert, the peer."""
     group = dist.group.WORLD
     if group.rank() == 1:
-        import os
-
         os._exit(9)
-    try:
-        sparse_all_gather(
-            [torch.zeros(1_000_000) for _ in range(2)], Schedule((Copy(0, 1, 0, 0, 1),)), group
-        ).wait()
-    except RuntimeError as error:
-        raise AssertionError("the peer's death was noticed") from error
+    schedule = Schedule(((Copy(7, 1, 0, 0, 1),),))
+    rows = {slot: torch.zeros(1_000_000) for slot in range(2)}
+
+    def run() -> None:
+        if collective == "spAG":
+            sparse_all_gather(rows, schedule, group, "spAG of MoE layer 3")
+        else:
+            sparse_reduce_scatter(rows, schedule, group, RowBuffer(), "spRS of MoE layer 3")
+
+    lane = make_lane(torch.device("cpu"), overlap=overlap)
+    lane.start(run, Meter()).wait()
     return "did not notice"
 
 
-def test_killed_peer_is_an_error_not_a_hang() -> None:
-    with pytest.raises(AssertionError, match="the peer's death was noticed"):
-        run_ranks(2, _die_inside, timeout_s=60)
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("collective", "way"), [("spAG", "receiving"), ("spRS", "sending")])
+def test_killed_peer_is_an_error_that_names_it(collective: str, way: str, overlap: bool) -> None:
+    names = rf"{collective} of MoE layer 3 failed {way} expert 7 (from|to) rank 1"
+    with pytest.raises(AssertionError, match=names):
+        run_ranks(2, _die_inside, collective, overlap, timeout_s=60)
+
+
+def test_lanes_count_what_is_waited_for() -> None:
+    for overlap, exposed in ((False, True), (True, False)):
+        lane, meter = make_lane(torch.device("cpu"), overlap=overlap), Meter()
+        pending = lane.start(lambda: time.sleep(0.2), meter)
+        time.sleep(0.3)
+        pending.wait()
+        lane.close()
+        total_s, exposed_s = meter.read()
+        assert total_s >= 0.2
+        assert (exposed_s >= 0.2) == exposed
+        assert meter.read() == (0.0, 0.0)

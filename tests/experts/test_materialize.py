@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_fssdp.collectives.lanes import make_lane
 from megatron_fssdp.experts import compute
 from megatron_fssdp.experts.compute import RowGroups, grouped_linear
-from megatron_fssdp.experts.materialize import Materialization, materialize
+from megatron_fssdp.experts.materialize import Materializer
+from megatron_fssdp.experts.placement import Placement
+from megatron_fssdp.experts.replicas import ReplicaPool, Transport
 from megatron_fssdp.planning.plan import EMPTY, LayerPlan
-from megatron_fssdp.planning.schedule import Schedule
 from tests.ranks import run_ranks
 
 HIDDEN, FFN, EXPERTS = 6, 5, 4
@@ -45,9 +49,12 @@ def _compute(slot_expert: list[list[int]], rows_per_slot: list[list[int]]) -> No
         [weight.clone().requires_grad_() for weight in _weights(int(plan.slot_expert_RS[rank, s]))]
         for s in owned
     ]
-    materialization = Materialization(Schedule.from_plan(plan), group, plan.num_slots, owned)
+    lane = make_lane(torch.device("cpu"), overlap=True)
+    materializer = Materializer(Transport(group, lane), ReplicaPool(1))
     _poison_allocator()
-    weights = materialize(materialization, owned_weights, is_trained=True)
+    visit = materializer.launch(Placement(plan, rank), owned_weights, is_trained=True)
+    weights = visit.arrive()
+    visit.wait()
     fc1, fc2 = zip(*weights, strict=True)
     counts = rows_per_slot[rank]
     rows = torch.cat([_rows(rank, slot, count) for slot, count in enumerate(counts)])
@@ -55,6 +62,7 @@ def _compute(slot_expert: list[list[int]], rows_per_slot: list[list[int]]) -> No
     groups = RowGroups(torch.tensor(counts), rows.device)
     hidden = torch.tanh(grouped_linear(rows, fc1, groups))
     output = grouped_linear(hidden, fc2, groups)
+    visit.guard(output)
     assert not output.isnan().any()
     _poison_allocator()
     output.square().sum().backward()
@@ -134,3 +142,38 @@ def test_no_rows_at_all() -> None:
     for gradient in grad_weights:
         assert gradient.shape == (8, 16)
         assert not gradient.any()
+
+
+def _leaks() -> tuple[list[bool], int, int]:
+    """Run three forwards, each with its backward; then one that is never used, and one more."""
+    group = dist.group.WORLD
+    rank = group.rank()
+    plan = LayerPlan(np.array([0, 0, 1, 1]), np.array(CASES["crosswise"][0]))
+    owned = [
+        [weight.clone().requires_grad_() for weight in _weights(int(plan.slot_expert_RS[rank, s]))]
+        for s in range(2)
+    ]
+    transport = Transport(group, make_lane(torch.device("cpu"), overlap=True))
+    materializer = Materializer(transport, ReplicaPool(1))
+    placement = Placement(plan, rank)
+    visits, sizes = [], []
+    for _ in range(3):
+        visit = materializer.launch(placement, owned, is_trained=True)
+        weights = visit.arrive()
+        visit.wait()
+        output = torch.stack([weight.sum() for slot in weights for weight in slot]).sum()
+        visit.guard(output)
+        output.backward()
+        materializer.settle()
+        materializer.pool.forget()
+        visits.append(weakref.ref(visit))
+        sizes.append(transport.num_bytes + materializer.pool.num_bytes)
+        del visit, weights, output
+    return [visit() is None for visit in visits], sizes[0], sizes[-1]
+
+
+def test_nothing_outlives_its_backward_and_no_memory_is_taken_twice() -> None:
+    """A cycle through autograd's nodes would keep a layer's activations of every iteration."""
+    for are_gone, first, last in run_ranks(2, _leaks):
+        assert are_gone == [True, True, True]
+        assert first == last > 0

@@ -19,6 +19,13 @@ FLAGS = {
     "--fssdp-ranks-per-node": None,
     "--fssdp-planner": "gain",
     "--fssdp-balance-tolerance": 0.01,
+    "--fssdp-collectives": "auto",
+    "--fssdp-overlap": "on",
+    "--fssdp-rematerialize": False,
+    "--fssdp-calibration": False,
+    "--fssdp-grad-dtype": "fp32",
+    "--fssdp-cluster": None,
+    "--fssdp-check-plans": False,
     "--fssdp-log-plan": 0,
     "--fssdp-load-log": None,
 }
@@ -54,11 +61,15 @@ def test_values_are_plain_and_typed(parser: ArgumentParser) -> None:
         "--moe-parallel fssdp --fssdp-num-replica-slots 3 --fssdp-prediction-window 7"
         " --fssdp-overlap-degree 4 --fssdp-ranks-per-node 8 --fssdp-planner load"
         " --fssdp-balance-tolerance 0.1 --fssdp-log-plan 10 --fssdp-load-log runs/x"
+        " --fssdp-collectives tree --fssdp-overlap off --fssdp-rematerialize --fssdp-calibration"
+        " --fssdp-grad-dtype param --fssdp-cluster c.yaml --fssdp-check-plans"
     )
     config = FSSDPConfig.from_args(parser.parse_args(words.split()))
     values = [getattr(config, field.name) for field in fields(config)]
-    assert values == ["fssdp", 3, 7, "4", 8, "load", 0.1, 10, "runs/x"]
-    assert {type(value) for value in values} == {str, int, float}
+    ours = ["fssdp", 3, 7, "4", 8, "load", 0.1]
+    copies = ["tree", "off", True, True, "param", "c.yaml", True]
+    assert values == [*ours, *copies, 10, "runs/x"]
+    assert {type(value) for value in values} == {str, int, float, bool}
     assert config.overlap_degree == 4
     assert FSSDPConfig().overlap_degree is None
 
@@ -68,6 +79,8 @@ def test_values_are_plain_and_typed(parser: ArgumentParser) -> None:
     [
         ("--moe-parallel fsdp", "invalid choice: 'fsdp'"),
         ("--fssdp-planner best", "invalid choice: 'best'"),
+        ("--fssdp-overlap yes", "invalid choice: 'yes'"),
+        ("--fssdp-collectives ring", "invalid choice: 'ring'"),
         ("--fssdp-num-replica-slots many", "invalid int value: 'many'"),
         ("--fssdp-num-replica-slot 2", "unrecognized arguments"),
     ],
@@ -95,6 +108,8 @@ def test_parser_refuses(
         ({"fssdp_overlap_degree": "-1"}, "use auto or a whole number, 0 or more."),
         ({"fssdp_overlap_degree": "some"}, "--fssdp-overlap-degree is 'some'"),
         ({"moe_parallel": "dp"}, "--moe-parallel is 'dp'; use ep or fssdp."),
+        ({"fssdp_grad_dtype": "bf16"}, "--fssdp-grad-dtype is 'bf16'; use fp32 or param."),
+        ({"fssdp_collectives": "ring"}, "use auto or flat or tree."),
         ({"fssdp_planner": "best"}, "--fssdp-planner is 'best'; use gain or load."),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -314,3 +316,42 @@ def test_unwritable_load_log_stops_every_rank_at_the_start(tmp_path: Path) -> No
     assert answers[0] == answers[1]
     assert "--fssdp-load-log" in answers[0]
     assert "cannot be written" in answers[0]
+
+
+def _die_in_a_collective(job: Job, collective: str) -> None:
+    """Rank 3 is killed as it enters the second such collective of MoE layer 2."""
+    from megatron_fssdp.experts import replicas
+
+    stock, entered = getattr(replicas, collective), []
+
+    def deadly(*args: Any, **options: Any) -> None:
+        if "MoE layer 2" in args[-1] and args[1].copies:
+            entered.append(1)
+            if len(entered) == 2:
+                os._exit(9)
+        stock(*args, **options)
+
+    if dist.get_rank() == 3:
+        setattr(replicas, collective, deadly)
+    TinyRun(job).train()
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+@pytest.mark.parametrize(
+    ("collective", "name"), [("sparse_all_gather", "spAG"), ("sparse_reduce_scatter", "spRS")]
+)
+def test_a_killed_rank_ends_all_others_and_is_named(
+    collective: str, name: str, overlap: str
+) -> None:
+    """Ranks that exchange copies with it name it; the rest end in the next collective."""
+    # All tokens go to ranks 0 to 2's experts: rank 3 gets replicas from them.
+    job = Job(ep=4, steps=5, forced_experts=((0, 2), (0, 2), (0, 4), (0, 2)))
+    killed = job.as_fssdp(fssdp_overlap=overlap)
+    answers = run_ranks(4, _die_in_a_collective, killed, collective, timeout_s=100, check=False)
+    errors = [str(answer) for answer in answers[:3]]
+    assert answers[3] == "died with exit code 9"
+    for error in errors:
+        assert "Error" in error, "a rank ended without noticing"
+        assert "MoE layer 2" in error or name == "spRS", error
+    pattern = rf"{name} of MoE layer 2 failed .*rank 3"
+    assert any(re.search(pattern, error) for error in errors), errors

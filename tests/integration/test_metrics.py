@@ -58,8 +58,8 @@ def test_load_logs_of_both(tmp_path: Path) -> None:
     assert not ep_log.replicas_IL.any()
     assert log.replicas_IL.sum(axis=1).tolist() == trained[0].replicas
     assert log.replicas_IL.any()
-    # fc1 is (2 * 48, 32), fc2 (32, 48): 18,432 bytes in fp32; twice an iteration.
-    assert np.array_equal(log.copied_kb_IL, log.replicas_IL * 2 * 18432 // 1000)
+    # fc1 is (2 * 48, 32), fc2 (32, 48): 18,432 bytes in fp32; once an iteration.
+    assert np.array_equal(log.copied_kb_IL, log.replicas_IL * 18432 // 1000)
     assert log.imbalance_IL()[1:].mean() < ep_log.imbalance_IL()[1:].mean()
 
     # A killed job leaves a torn record: what is whole is read.

@@ -3,6 +3,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
+from dataclasses import fields
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from megatron.core.models.gpt import moe_module_specs
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.training import arguments, training, yaml_arguments
 
+from megatron_fssdp.config import FSSDPConfig
 from megatron_fssdp.integration import metrics, registration, spec
 
 HOOKED = (
@@ -39,9 +41,7 @@ def _restore(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def settings(**changes: object) -> Namespace:
     """What our checks read from Megatron's arguments."""
     values = {
-        "moe_parallel": "ep", "fssdp_num_replica_slots": 2, "fssdp_prediction_window": 5,
-        "fssdp_overlap_degree": "auto", "fssdp_ranks_per_node": None, "fssdp_planner": "gain",
-        "fssdp_balance_tolerance": 0.01, "fssdp_log_plan": 0, "fssdp_load_log": None,
+        **{field.name: field.default for field in fields(FSSDPConfig)},
         "num_experts": 4, "expert_model_parallel_size": 2, "optimizer": "adam",
         "moe_token_dispatcher_type": "alltoall",
     }  # fmt: skip

@@ -64,6 +64,7 @@ class Trained:
     moments: dict[str, torch.Tensor] = field(default_factory=dict)
     replicas: list[int] = field(default_factory=list)
     imbalance: list[tuple[float, float]] = field(default_factory=list)
+    calibrated: int = 0
 
 
 class TinyRun:
@@ -162,7 +163,8 @@ class TinyRun:
                 position_embedding_type="rope",
             )
             if job.moe_parallel == "fssdp":
-                spec.assert_fssdp_layers([model])
+                spec.prepare([model])
+                self.runtime.num_microbatches = lambda: job.num_microbatches
         finally:
             spec.unregister()
         for name, parameter in model.named_parameters():
@@ -275,6 +277,7 @@ class TinyRun:
 
     def _listen(self, record: Any) -> None:
         self.result.replicas.append(sum(plan.num_replicas for plan in record.plans))
+        self.result.calibrated += sum(each.num_new for each in record.calibrations)
         for counts, loads, plan in zip(
             record.counts_LRE, record.loads_LR, record.plans, strict=True
         ):

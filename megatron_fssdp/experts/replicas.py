@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+
+"""Memory of replicas: a pool for their weights, buffers for their gradients.
+
+[Note: Kept or re-materialized] A pool holds the replicas of one placement at a time. Kept: each
+layer has its own pool, replicas are fetched by the first forward of an iteration and stay until the
+parameters change. Re-materialized: one pool serves all layers in turn, so a backward may find
+another layer's replicas in it, and fetches its own again. What is in a pool, and so whether a fetch
+is due, follows from the order of forwards and backwards alone, which all ranks of an
+expert-parallel group share: they agree without asking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.collectives.buffers import RowBuffer
+from megatron_fssdp.collectives.lanes import Lane, Meter, Pending
+from megatron_fssdp.collectives.sparse import sparse_all_gather, sparse_reduce_scatter
+from megatron_fssdp.experts.placement import Placement
+from megatron_fssdp.planning.schedule import Schedule
+
+# For each owned expert its W weights.
+OwnedWeights = Sequence[Sequence[torch.Tensor]]
+
+
+@dataclass(eq=False)
+class Transport:
+    """How the layers of one expert-parallel group exchange weights and gradients.
+
+    Attributes:
+        group: the same ranks as the expert-parallel group, with a communicator of its own, so that
+            copies and tokens need not wait for each other.
+        lane: where its collectives run.
+    """
+
+    group: dist.ProcessGroup
+    lane: Lane
+    _sent: RowBuffer = field(default_factory=RowBuffer)
+    _arrived: RowBuffer = field(default_factory=RowBuffer)
+    _sums: list[RowBuffer] = field(default_factory=list)
+
+    def gather(
+        self,
+        schedule: Schedule,
+        owned: dict[int, Sequence[torch.Tensor]],
+        received: dict[int, torch.Tensor],
+        meter: Meter,
+        name: str,
+    ) -> Pending:
+        """Start spAG.
+
+        Args:
+            schedule: the messages.
+            owned: the weights of the owned slots.
+            received: the rows of the slots to fill.
+            meter: takes the time.
+            name: of the layer.
+        """
+        rank = self.group.rank()
+        sent = {copy.sender_slot for copy in schedule.copies if copy.sender == rank}
+        slots = sorted(sent.intersection(owned))
+
+        def run() -> None:
+            first = next(iter(owned.values()))
+            rows = self._sent.rows(len(slots), size_of(first), first[0].dtype, first[0].device)
+            packed = dict(zip(slots, rows, strict=True))
+            for slot, row in packed.items():
+                write(row, owned[slot])
+            sparse_all_gather({**packed, **received}, schedule, self.group, f"spAG of {name}")
+
+        return self.lane.start(run, meter)
+
+    def reduce(self, placement: Placement, sums: Sums, meter: Meter, name: str) -> Pending:
+        """Start spRS on the rows of a placement's travelling slots."""
+
+        def run() -> None:
+            for slot in placement.sent_slots:
+                sums.rows[slot].zero_()
+            sparse_reduce_scatter(
+                sums.rows, placement.schedule, self.group, self._arrived, f"spRS of {name}"
+            )
+
+        return self.lane.start(run, meter)
+
+    def take_sums(
+        self, placement: Placement, size: int, dtype: torch.dtype, device: torch.device
+    ) -> Sums:
+        """Lend rows of `size` for the gradients of a placement's travelling slots."""
+        buffer = self._sums.pop() if self._sums else RowBuffer()
+        slots = (*placement.sent_slots, *placement.replica_of_slot)
+        rows = buffer.rows(len(slots), size, dtype, device)
+        return Sums(buffer, dict(zip(slots, rows, strict=True)))
+
+    def give_back(self, sums: Sums) -> None:
+        """Take lent rows back."""
+        self._sums.append(sums.buffer)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the buffers."""
+        return sum(each.num_bytes for each in (self._sent, self._arrived, *self._sums))
+
+
+@dataclass(eq=False)
+class Sums:
+    """Gradient rows of the slots that travel: replicas', and what arrives for owned ones."""
+
+    buffer: RowBuffer
+    rows: dict[int, torch.Tensor]
+
+
+class ReplicaPool:
+    """Rows for the replicas of one placement at a time. See the note above."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._buffer = RowBuffer()
+        self._layer: object = None
+        self._placement: Placement | None = None
+        self._rows_of: WeakKeyDictionary[Placement, dict[int, int]] = WeakKeyDictionary()
+        self._pending: Pending | None = None
+
+    def hold(
+        self, layer: object, placement: Placement, fetch: Callable[[Schedule], Pending]
+    ) -> bool:
+        """Start to fetch the replicas of a placement that are not here yet.
+
+        Args:
+            layer: whose they are.
+            placement: what is wanted.
+            fetch: starts the messages that it is given, into `rows`.
+
+        Returns:
+            Whether a fetch was due; if not, all replicas are here, or on their way.
+        """
+        if layer is self._layer and placement is self._placement:
+            return False
+        self.wait()
+        schedule = placement.schedule
+        if placement not in self._rows_of:
+            present = self._placement if layer is self._layer else None
+            if present is not None:
+                schedule = placement.scheduler(placement.plan, present.plan)
+            self._rows_of[placement] = self._assign_rows(placement, present)
+        # A placement that was here before keeps its rows: its forward's tensors are views of them.
+        self._layer, self._placement = layer, placement
+        if not schedule.copies:
+            return False
+        self._pending = fetch(schedule)
+        return True
+
+    def _assign_rows(self, placement: Placement, present: Placement | None) -> dict[int, int]:
+        """Choose a row for each expert; replicas that are here already stay where they are."""
+        experts = list(placement.replica_of_slot.values())
+        here = {} if present is None else self._rows_of[present]
+        kept = {expert: here[expert] for expert in experts if expert in here}
+        taken = set(kept.values())
+        free = [row for row in range(self._num_rows) if row not in taken]
+        new = [expert for expert in experts if expert not in kept]
+        return {**kept, **dict(zip(new, free, strict=False))}
+
+    def rows(
+        self, placement: Placement, weights: Sequence[torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Return the row of each slot that holds a replica of the placement that is held.
+
+        Args:
+            placement: of the latest `hold`.
+            weights: the weights of some expert, which tell the size of a row.
+        """
+        if not placement.replica_of_slot:
+            return {}
+        first = weights[0]
+        rows = self._buffer.rows(self._num_rows, size_of(weights), first.dtype, first.device)
+        row_of = self._rows_of[placement]
+        return {slot: rows[row_of[expert]] for slot, expert in placement.replica_of_slot.items()}
+
+    def wait(self) -> None:
+        """Wait for a fetch that is under way."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+    def forget(self) -> None:
+        """Parameters have changed: what is here is old."""
+        self.wait()
+        self._layer = self._placement = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory taken."""
+        return self._buffer.num_bytes
+
+
+def size_of(weights: Sequence[torch.Tensor]) -> int:
+    """Return the elements of an expert's weights (or gradients), the length of their row."""
+    return sum(weight.numel() for weight in weights)
+
+
+def write(row: torch.Tensor, weights: Sequence[torch.Tensor], *, add: bool = False) -> None:
+    """Lay an expert's weights (or gradients) end to end in a row, or add them to it."""
+    shapes = [weight.shape for weight in weights]
+    for part, weight in zip(read(row, shapes), weights, strict=True):
+        if add:
+            part.add_(weight.detach())
+        else:
+            part.copy_(weight.detach())
+
+
+def read(row: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    """View a row as the weights that `write` laid there."""
+    parts = row.split([prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
