@@ -67,7 +67,7 @@ def iterate(
     for _ in range(num_microbatches):
         losses = []
         for layer in layers:
-            visit = layer.launch(placement, owned, is_trained=True)
+            visit = layer.launch(placement, owned, owned[0], is_trained=True)
             weights = visit.arrive()
             visit.wait()
             output = torch.stack([weight.sum() for slot in weights for weight in slot]).sum()

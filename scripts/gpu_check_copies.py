@@ -83,7 +83,7 @@ def _train(device: torch.device, *, overlap: bool, again: bool) -> list[torch.Te
     for _ in range(STEPS):
         hidden = rows
         for layer, experts in zip(layers, owned, strict=True):
-            visit = layer.launch(Placement(PLAN, 0), experts, is_trained=True)
+            visit = layer.launch(Placement(PLAN, 0), experts, experts[0], is_trained=True)
             attention = torch.mm(busy, busy).sum().to(torch.bfloat16) * 0
             slots = visit.arrive()
             visit.wait()

@@ -86,10 +86,18 @@ class Materializer:
     reductions: list[tuple[Schedule, int]] = field(default_factory=list)
     _placement: Placement | None = None
     _owned: OwnedWeights = ()
+    _template: Sequence[torch.Tensor] = ()
     _backwards: int = 0
     _sums: Sums | None = None
 
-    def launch(self, placement: Placement, owned: OwnedWeights, *, is_trained: bool) -> Visit:
+    def launch(
+        self,
+        placement: Placement,
+        owned: OwnedWeights,
+        template: Sequence[torch.Tensor],
+        *,
+        is_trained: bool,
+    ) -> Visit:
         """Start to fetch the replicas of a forward.
 
         Every rank of the group must call it, and run its backward, in the same order, with or
@@ -98,22 +106,24 @@ class Materializer:
         Args:
             placement: what the slots are to hold.
             owned: for each owned expert its W weights, of one dtype; shapes equal over all
-                experts and ranks. Autograd flows into them.
+                experts and ranks. Autograd flows into them. A rank may own none.
+            template: W tensors like an expert's weights: what an empty slot shows.
             is_trained: whether any rank's weights require gradients: then every rank takes part
                 in the backward, also one that owns only frozen experts, for it may hold replicas
                 of others. Equal on all ranks.
         """
-        visit = Visit(self, placement, owned)
-        self._placement, self._owned = placement, owned
+        visit = Visit(self, placement, owned, template)
+        self._placement, self._owned, self._template = placement, owned, template
         self.hold(placement)
         flat = [weight.view_as(weight) for expert in owned for weight in expert]
-        trained = flat[0].new_empty(0, requires_grad=is_trained)
+        # Without elements; it ties the two functions together where this rank owns nothing.
+        trained = template[0].detach().new_empty(0, requires_grad=is_trained)
         visit.views = _Launch.apply(visit, trained, *flat)
         return visit
 
     def hold(self, placement: Placement) -> None:
         """Start to fetch what is missing of a placement's replicas."""
-        weights = self._owned[0]
+        weights = self._template
 
         def fetch(schedule: Schedule) -> Pending:
             self.gathers.append((schedule, size_of(weights) * weights[0].element_size()))
@@ -138,7 +148,7 @@ class Materializer:
         self._backwards += 1
         if not placement.schedule.copies:
             return None
-        weights = self._owned[0]
+        weights = self._template
         num_weights, size, dtype = len(weights), size_of(weights), weights[0].dtype
         if self.sums_in_fp32:
             dtype = torch.promote_types(dtype, torch.float32)
@@ -187,6 +197,7 @@ class Visit:
     materializer: Materializer
     placement: Placement
     owned: OwnedWeights
+    template: Sequence[torch.Tensor]
     views: tuple[torch.Tensor, ...] = ()
     reduction: Reduction | None = None
 
@@ -200,10 +211,10 @@ class Visit:
 
         Returns:
             For each slot its W weights. Gradients of replicas travel back to the owners: an owned
-            weight's gradient is the sum over all its instances. Empty slots alias some owned
-            weights, without gradient.
+            weight's gradient is the sum over all its instances. Empty slots show the template,
+            without gradient.
         """
-        num_weights = len(self.owned[0])
+        num_weights = len(self.template)
         # Given up: the views' node holds this visit, and so would keep itself alive.
         views, self.views = self.views, ()
         outputs: tuple[torch.Tensor, ...] = _Arrive.apply(self, *views)
@@ -212,7 +223,7 @@ class Visit:
             slot: tuple(outputs[index * num_weights : (index + 1) * num_weights])
             for index, slot in enumerate(filled)
         }
-        nothing = tuple(weight.detach() for weight in self.owned[0])
+        nothing = tuple(weight.detach() for weight in self.template)
         return [by_slot.get(slot, nothing) for slot in range(self.placement.num_slots)]
 
     def wait(self) -> None:
@@ -225,9 +236,9 @@ class Visit:
 
         They are memory of the pool: right until it is given to another placement.
         """
-        pool, shapes = self.materializer.pool, [weight.shape for weight in self.owned[0]]
+        pool, shapes = self.materializer.pool, [weight.shape for weight in self.template]
         self.materializer.hold(self.placement)
-        rows = pool.rows(self.placement, self.owned[0])
+        rows = pool.rows(self.placement, self.template)
         return [weight for row in rows.values() for weight in read(row, shapes)]
 
     def guard(self, output: torch.Tensor) -> None:
@@ -249,8 +260,8 @@ class Visit:
             return
         reduction, self.reduction = self.reduction, None
         reduction.pending.wait()
-        num_weights = len(self.owned[0])
-        shapes = [weight.shape for weight in self.owned[0]]
+        num_weights = len(self.template)
+        shapes = [weight.shape for weight in self.template]
         for index, slot in enumerate(self.placement.owned_slots):
             if slot not in self.placement.sent_slots:
                 continue
@@ -266,18 +277,18 @@ class Visit:
 
 
 class _Launch(torch.autograd.Function):
-    """Owned weights, as they are. Backward: add what spRS brought."""
+    """A tensor without elements, and the owned weights. Backward: add what spRS brought."""
 
     @staticmethod
     def forward(
         ctx: Any, visit: Visit, trained: torch.Tensor, *owned: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.visit = visit
-        return tuple(weight.view_as(weight) for weight in owned)
+        return trained.view_as(trained), *(weight.view_as(weight) for weight in owned)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        complete = list(grads)
+        complete = list(grads[1:])
         ctx.visit.finish(complete)
         return None, None, *complete
 
@@ -286,8 +297,11 @@ class _Arrive(torch.autograd.Function):
     """Owned weights, then replicas by slot. Backward: start spRS, and fetch ahead."""
 
     @staticmethod
-    def forward(ctx: Any, visit: Visit, *owned: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, visit: Visit, trained: torch.Tensor, *owned: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.visit, ctx.num_owned = visit, len(owned)
+        ctx.save_for_backward(trained)
         return *(weight.view_as(weight) for weight in owned), *visit.replicas()
 
     @staticmethod
@@ -297,4 +311,5 @@ class _Arrive(torch.autograd.Function):
         visit.reduction = materializer.reduce(visit.placement, grads[ctx.num_owned :])
         if materializer.predecessor is not None:
             materializer.predecessor.prefetch()
-        return None, *grads[: ctx.num_owned]
+        (trained,) = ctx.saved_tensors
+        return None, torch.zeros_like(trained), *grads[: ctx.num_owned]

@@ -68,9 +68,11 @@ class Transport:
         slots = sorted(sent.intersection(owned))
 
         def run() -> None:
-            first = next(iter(owned.values()))
-            rows = self._sent.rows(len(slots), size_of(first), first[0].dtype, first[0].device)
-            packed = dict(zip(slots, rows, strict=True))
+            packed: dict[int, torch.Tensor] = {}
+            if slots:
+                first = owned[slots[0]]
+                rows = self._sent.rows(len(slots), size_of(first), first[0].dtype, first[0].device)
+                packed = dict(zip(slots, rows, strict=True))
             for slot, row in packed.items():
                 write(row, owned[slot])
             sparse_all_gather({**packed, **received}, schedule, self.group, f"spAG of {name}")

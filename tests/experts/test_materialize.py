@@ -40,19 +40,23 @@ def _poison_allocator() -> None:
         torch.full((size, HIDDEN), float("nan"), dtype=torch.float64)
 
 
-def _compute(slot_expert: list[list[int]], rows_per_slot: list[list[int]]) -> None:
+def _compute(
+    slot_expert: list[list[int]],
+    rows_per_slot: list[list[int]],
+    owner: tuple[int, ...] = (0, 0, 1, 1),
+) -> None:
     group = dist.group.WORLD
     rank = group.rank()
-    plan = LayerPlan(np.array([0, 0, 1, 1]), np.array(slot_expert))
-    owned = tuple(range(2))
+    plan = LayerPlan(np.array(owner), np.array(slot_expert))
+    owned = Placement(plan, rank).owned_slots
     owned_weights = [
         [weight.clone().requires_grad_() for weight in _weights(int(plan.slot_expert_RS[rank, s]))]
         for s in owned
     ]
     lane = make_lane(torch.device("cpu"), overlap=True)
-    materializer = Materializer(Transport(group, lane), ReplicaPool(1))
+    materializer = Materializer(Transport(group, lane), ReplicaPool(2))
     _poison_allocator()
-    visit = materializer.launch(Placement(plan, rank), owned_weights, is_trained=True)
+    visit = materializer.launch(Placement(plan, rank), owned_weights, _weights(0), is_trained=True)
     weights = visit.arrive()
     visit.wait()
     fc1, fc2 = zip(*weights, strict=True)
@@ -66,6 +70,7 @@ def _compute(slot_expert: list[list[int]], rows_per_slot: list[list[int]]) -> No
     assert not output.isnan().any()
     _poison_allocator()
     output.square().sum().backward()
+    lane.close()
 
     for slot, expert in enumerate(plan.slot_expert_RS[rank].tolist()):
         if expert == EMPTY:
@@ -99,6 +104,17 @@ CASES = {
     "crosswise": ([[0, 1, 3], [2, 3, 0]], [[1, 2, 3], [3, 2, 1]]),
     "all-zero-tokens-on-a-rank": ([[0, 1, 3], [2, 3, 0]], [[0, 0, 0], [3, 2, 1]]),
     "replica-without-tokens": ([[0, 1, 3], [2, 3, 0]], [[2, 1, 0], [1, 2, 0]]),
+    # rank 1 owns nothing, and helps with two experts
+    "rank-that-owns-nothing": (
+        [[0, 1, 2, 3], [1, 3, EMPTY, EMPTY]],
+        [[2, 1, 3, 1], [3, 2, 0, 0]],
+        (0, 0, 0, 0),
+    ),
+    "rank-that-owns-and-holds-nothing": (
+        [[0, 1, 2, 3], [EMPTY, EMPTY, EMPTY, EMPTY]],
+        [[2, 1, 3, 1], [0, 0, 0, 0]],
+        (0, 0, 0, 0),
+    ),
     "expert-used-only-as-replica": ([[0, 1, EMPTY], [2, 3, 0]], [[0, 2, 0], [1, 1, 5]]),
 }
 
@@ -158,7 +174,7 @@ def _leaks() -> tuple[list[bool], int, int]:
     placement = Placement(plan, rank)
     visits, sizes = [], []
     for _ in range(3):
-        visit = materializer.launch(placement, owned, is_trained=True)
+        visit = materializer.launch(placement, owned, owned[0], is_trained=True)
         weights = visit.arrive()
         visit.wait()
         output = torch.stack([weight.sum() for slot in weights for weight in slot]).sum()
