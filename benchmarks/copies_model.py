@@ -74,7 +74,7 @@ def overlap_model(overlap: str, clock: AttentionClock) -> tuple[Callable[[], Non
         max_sequence_length=SEQUENCE,
         position_embedding_type="rope",
     )
-    spec.prepare([model])
+    spec.prepare([model], runtime)
     spec.unregister()
     for layer in model.decoder.layers:
         clock.watch(layer.self_attention)

@@ -48,6 +48,15 @@ class FSSDPConfig:
     gets no replica (planner gain), and what is left of it is spent on keeping tokens on their
     node."""
 
+    fssdp_reshard_interval: int = 100
+    """Iterations between two looks at who owns which expert. Experts move, with their optimizer
+    state, if the time that this saves until the next look exceeds the move's; 0: never."""
+
+    fssdp_sharding: Literal["swaps", "load"] = "swaps"
+    """How owners are chosen. swaps: the fewest swaps inside a layer that save replicas. load: the
+    paper's algorithm 2, all layers together; a rank may own from none to all experts of a
+    layer."""
+
     fssdp_collectives: Literal["auto", "flat", "tree"] = "auto"
     """How copies travel. flat: from the owner to each replica. tree: once to each other node, and
     from there on inside it; gradients are summed inside a node before they cross. auto: whichever
@@ -92,6 +101,7 @@ class FSSDPConfig:
             ("fssdp_prediction_window", 1, 10_000),
             ("fssdp_ranks_per_node", 1, 1_000_000),
             ("fssdp_balance_tolerance", 0, 10),
+            ("fssdp_reshard_interval", 0, 1_000_000_000),
             ("fssdp_log_plan", 0, 1_000_000_000),
         ):
             value = getattr(self, name)
@@ -127,6 +137,7 @@ class FSSDPConfig:
 ALLOWED = {
     "moe_parallel": ("ep", "fssdp"),
     "fssdp_planner": ("gain", "load"),
+    "fssdp_sharding": ("swaps", "load"),
     "fssdp_collectives": ("auto", "flat", "tree"),
     "fssdp_overlap": ("on", "off"),
     "fssdp_grad_dtype": ("fp32", "param"),

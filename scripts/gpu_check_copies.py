@@ -19,7 +19,7 @@ from megatron_fssdp.collectives.lanes import Lane, Meter, Pending, make_lane
 from megatron_fssdp.experts.compute import RowGroups, grouped_linear
 from megatron_fssdp.experts.materialize import Materializer
 from megatron_fssdp.experts.placement import Placement
-from megatron_fssdp.experts.replicas import ReplicaPool, Sums, Transport, write
+from megatron_fssdp.experts.replicas import LentRows, ReplicaPool, Transport, write
 from megatron_fssdp.planning.plan import LayerPlan
 from megatron_fssdp.planning.quotas import balance
 
@@ -47,14 +47,18 @@ class _PlayedPeer(Transport):
 
         return self.lane.start(run, meter)
 
-    def reduce(self, placement: Placement, sums: Sums, meter: Meter, name: str) -> Pending:
+    def reduce(
+        self, placement: Placement, sums: LentRows, meter: Meter, name: str
+    ) -> tuple[Pending, LentRows]:
+        landing = LentRows.lend(self._landings, placement.sent_slots, sums.like)
+
         def run() -> None:
             self._dawdle()
             # As if the peer's replicas of our experts had the gradients of ours of its experts.
-            for ours, theirs in zip(placement.sent_slots, placement.replica_of_slot, strict=True):
-                sums.rows[ours].copy_(sums.rows[theirs])
+            for ours, theirs in zip(landing.rows.values(), sums.rows.values(), strict=True):
+                ours.copy_(theirs)
 
-        return self.lane.start(run, meter)
+        return self.lane.start(run, meter), landing
 
 
 def _train(device: torch.device, *, overlap: bool, again: bool) -> list[torch.Tensor]:

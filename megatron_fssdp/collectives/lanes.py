@@ -12,13 +12,17 @@ A lane runs what it is given in order, so all ranks of a group issue their messa
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Protocol
 
 import torch
+
+Span = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 @dataclass
@@ -32,8 +36,13 @@ class Meter:
 
     total_s: float = 0.0
     exposed_s: float = 0.0
-    _total_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-    _exposed_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    _total_events: list[Span] = field(default_factory=list)
+    _exposed_events: list[Span] = field(default_factory=list)
+
+    def add_events(self, total: Span, exposed: Span) -> None:
+        """Count the time between two pairs of CUDA events, when they have happened."""
+        self._total_events.append(total)
+        self._exposed_events.append(exposed)
 
     def read(self) -> tuple[float, float]:
         """Return (total_s, exposed_s) and start anew. CUDA: the streams must have come this far."""
@@ -49,7 +58,7 @@ class Pending(Protocol):
     """A collective under way."""
 
     def wait(self) -> None:
-        """Return when the caller (on CUDA: its current stream) may use the results.
+        """Return when the caller (on CUDA: its current stream) may use the results. Call it once.
 
         Raises:
             RuntimeError: the collective failed.
@@ -110,26 +119,41 @@ class _InThread:
 
 
 class ThreadLane:
-    """Runs collectives in one thread."""
+    """Runs collectives in one thread.
+
+    A daemon, and never joined: where this rank fails while its thread waits for a peer, the
+    process must end at once, or nobody would notice before the process group's timeout.
+    """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fssdp-collectives")
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._serve, name="fssdp-collectives", daemon=True).start()
+
+    def _serve(self) -> None:
+        # Autograd's mode belongs to a thread.
+        with torch.no_grad():
+            while (work := self._work.get()) is not None:
+                work()
 
     def start(self, run: Callable[[], None], meter: Meter) -> Pending:
         """Hand it to the thread."""
+        future: Future[float] = Future()
 
-        def timed() -> float:
+        def work() -> None:
             begin = time.perf_counter()
-            # Autograd's mode belongs to a thread.
-            with torch.no_grad():
+            try:
                 run()
-            return time.perf_counter() - begin
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(time.perf_counter() - begin)
 
-        return _InThread(self._thread.submit(timed), meter)
+        self._work.put(work)
+        return _InThread(future, meter)
 
     def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown()
+        """End the thread when it has done what it has."""
+        self._work.put(None)
 
 
 @dataclass
@@ -144,8 +168,7 @@ class _OnStream:
         asked.record(stream)
         stream.wait_event(self.end)
         arrived.record(stream)
-        self.meter._total_events.append((self.begin, self.end))
-        self.meter._exposed_events.append((asked, arrived))
+        self.meter.add_events((self.begin, self.end), (asked, arrived))
 
 
 class StreamLane:

@@ -45,9 +45,9 @@ import torch
 from megatron_fssdp.collectives.lanes import Meter, Pending
 from megatron_fssdp.experts.placement import Placement
 from megatron_fssdp.experts.replicas import (
+    LentRows,
     OwnedWeights,
     ReplicaPool,
-    Sums,
     Transport,
     read,
     size_of,
@@ -70,6 +70,7 @@ class Materializer:
         num_backwards: how many backwards an iteration has, if replicas' gradients are to be sent
             with the last; None: with each.
         predecessor: the layer whose backward comes next; its replicas are fetched ahead.
+        is_accounted: whether fetches go into the accounts (an evaluation's do not).
         gathers, reductions: the messages that ran and the bytes of each, for the accounts, whose
             keeper empties them.
     """
@@ -80,6 +81,7 @@ class Materializer:
     sums_in_fp32: bool = False
     num_backwards: Callable[[], int] | None = None
     predecessor: Materializer | None = None
+    is_accounted: bool = True
     gather_meter: Meter = field(default_factory=Meter)
     reduce_meter: Meter = field(default_factory=Meter)
     gathers: list[tuple[Schedule, int]] = field(default_factory=list)
@@ -88,7 +90,7 @@ class Materializer:
     _owned: OwnedWeights = ()
     _template: Sequence[torch.Tensor] = ()
     _backwards: int = 0
-    _sums: Sums | None = None
+    _sums: LentRows | None = None
 
     def launch(
         self,
@@ -126,12 +128,20 @@ class Materializer:
         weights = self._template
 
         def fetch(schedule: Schedule) -> Pending:
-            self.gathers.append((schedule, size_of(weights) * weights[0].element_size()))
+            meter = Meter()
+            if self.is_accounted:
+                self.gathers.append((schedule, size_of(weights) * weights[0].element_size()))
+                meter = self.gather_meter
             owned = dict(zip(placement.owned_slots, self._owned, strict=True))
             rows = self.pool.rows(placement, weights)
-            return self.transport.gather(schedule, owned, rows, self.gather_meter, self.name)
+            return self.transport.gather(schedule, owned, rows, meter, self.name)
 
         self.pool.hold(self, placement, fetch)
+
+    def change_to(self, placement: Placement) -> None:
+        """Fetch what another placement needs besides the latest forward's."""
+        self._placement = placement
+        self.hold(placement)
 
     def prefetch(self) -> None:
         """Start to fetch the replicas of the latest forward again, for its backward."""
@@ -145,25 +155,27 @@ class Materializer:
             placement: of the forward whose backward this is.
             grads: W gradients of each slot that holds a replica, slots ascending.
         """
-        self._backwards += 1
         if not placement.schedule.copies:
             return None
+        self._backwards += 1
         weights = self._template
         num_weights, size, dtype = len(weights), size_of(weights), weights[0].dtype
         if self.sums_in_fp32:
             dtype = torch.promote_types(dtype, torch.float32)
         first = self._sums is None
-        sums = self._sums or self.transport.take_sums(placement, size, dtype, weights[0].device)
+        like = weights[0].detach().new_empty(0, dtype=dtype)
+        sums = self._sums or self.transport.lend_sums(placement, size, like)
         for index, slot in enumerate(placement.replica_of_slot):
             part = grads[index * num_weights : (index + 1) * num_weights]
             write(sums.rows[slot], part, add=not first)
         is_last = self.num_backwards is None or self._backwards >= self.num_backwards()
-        self._sums = None if is_last else sums
         if not is_last:
+            self._sums = sums
             return None
+        self._sums, self._backwards = None, 0
         self.reductions.append((placement.schedule, size * dtype.itemsize))
-        pending = self.transport.reduce(placement, sums, self.reduce_meter, self.name)
-        return Reduction(pending, sums)
+        pending, landing = self.transport.reduce(placement, sums, self.reduce_meter, self.name)
+        return Reduction(pending, sums, landing)
 
     def settle(self) -> None:
         """End an iteration; parameters are about to change.
@@ -172,13 +184,14 @@ class Materializer:
             RuntimeError: replicas' gradients were added up but never sent.
         """
         backwards, self._backwards = self._backwards, 0
-        if self._sums is not None:
+        if backwards:
             expected = self.num_backwards() if self.num_backwards else 1
             raise RuntimeError(
-                f"{self.name}: the optimizer steps after {backwards} backwards of this layer, but "
-                f"--moe-parallel fssdp was told of {expected} micro-batches and has kept the "
-                "replicas' gradients for the last one; use --fssdp-rematerialize, which sends them "
-                "with every micro-batch"
+                f"{self.name}: the optimizer steps, and gradients of replicas were not sent. "
+                f"--moe-parallel fssdp keeps them for the last of {expected} micro-batches, but "
+                f"{backwards} backwards came since it sent some: an iteration was given up, or has "
+                "another number of micro-batches. Use --fssdp-rematerialize, which sends them with "
+                "every micro-batch"
             )
 
 
@@ -187,7 +200,8 @@ class Reduction:
     """A spRS under way."""
 
     pending: Pending
-    sums: Sums
+    sums: LentRows
+    landing: LentRows
 
 
 @dataclass(eq=False)
@@ -203,8 +217,8 @@ class Visit:
 
     def move_to(self, placement: Placement) -> None:
         """Fetch what another placement needs besides, before `arrive`."""
-        self.placement = self.materializer._placement = placement
-        self.materializer.hold(placement)
+        self.placement = placement
+        self.materializer.change_to(placement)
 
     def arrive(self) -> SlotWeights:
         """Return the weights of this rank's slots; replicas may be read after `wait` only.
@@ -265,7 +279,7 @@ class Visit:
         for index, slot in enumerate(self.placement.owned_slots):
             if slot not in self.placement.sent_slots:
                 continue
-            for position, part in enumerate(read(reduction.sums.rows[slot], shapes)):
+            for position, part in enumerate(read(reduction.landing.rows[slot], shapes)):
                 place = index * num_weights + position
                 main_grad = getattr(self.owned[index][position], "main_grad", None)
                 if part.dtype != grads[place].dtype and main_grad is not None:
@@ -273,7 +287,8 @@ class Visit:
                     main_grad.add_(part)
                 else:
                     grads[place] = grads[place] + part.to(grads[place].dtype)
-        self.materializer.transport.give_back(reduction.sums)
+        reduction.sums.give_back()
+        reduction.landing.give_back()
 
 
 class _Launch(torch.autograd.Function):

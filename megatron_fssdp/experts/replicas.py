@@ -44,7 +44,9 @@ class Transport:
     lane: Lane
     _sent: RowBuffer = field(default_factory=RowBuffer)
     _arrived: RowBuffer = field(default_factory=RowBuffer)
+    # Not lent at the moment: replicas' gradients, and what lands for owned experts.
     _sums: list[RowBuffer] = field(default_factory=list)
+    _landings: list[RowBuffer] = field(default_factory=list)
 
     def gather(
         self,
@@ -79,43 +81,61 @@ class Transport:
 
         return self.lane.start(run, meter)
 
-    def reduce(self, placement: Placement, sums: Sums, meter: Meter, name: str) -> Pending:
-        """Start spRS on the rows of a placement's travelling slots."""
+    def reduce(
+        self, placement: Placement, sums: LentRows, meter: Meter, name: str
+    ) -> tuple[Pending, LentRows]:
+        """Start spRS on the gradients of a placement's replicas.
+
+        Returns:
+            What to wait for, and the rows that then hold the sums for the owned slots.
+        """
+        landing = LentRows.lend(self._landings, placement.sent_slots, sums.like)
 
         def run() -> None:
-            for slot in placement.sent_slots:
-                sums.rows[slot].zero_()
+            for row in landing.rows.values():
+                row.zero_()
+            rows = {**landing.rows, **sums.rows}
             sparse_reduce_scatter(
-                sums.rows, placement.schedule, self.group, self._arrived, f"spRS of {name}"
+                rows, placement.schedule, self.group, self._arrived, f"spRS of {name}"
             )
 
-        return self.lane.start(run, meter)
+        return self.lane.start(run, meter), landing
 
-    def take_sums(
-        self, placement: Placement, size: int, dtype: torch.dtype, device: torch.device
-    ) -> Sums:
-        """Lend rows of `size` for the gradients of a placement's travelling slots."""
-        buffer = self._sums.pop() if self._sums else RowBuffer()
-        slots = (*placement.sent_slots, *placement.replica_of_slot)
-        rows = buffer.rows(len(slots), size, dtype, device)
-        return Sums(buffer, dict(zip(slots, rows, strict=True)))
-
-    def give_back(self, sums: Sums) -> None:
-        """Take lent rows back."""
-        self._sums.append(sums.buffer)
+    def lend_sums(self, placement: Placement, size: int, like: torch.Tensor) -> LentRows:
+        """Lend rows of `size` for the gradients of a placement's replicas."""
+        return LentRows.lend(self._sums, tuple(placement.replica_of_slot), like.new_empty(0, size))
 
     @property
     def num_bytes(self) -> int:
         """Memory of the buffers."""
-        return sum(each.num_bytes for each in (self._sent, self._arrived, *self._sums))
+        buffers = (self._sent, self._arrived, *self._sums, *self._landings)
+        return sum(buffer.num_bytes for buffer in buffers)
 
 
 @dataclass(eq=False)
-class Sums:
-    """Gradient rows of the slots that travel: replicas', and what arrives for owned ones."""
+class LentRows:
+    """Rows by slot, lent until `give_back`.
 
-    buffer: RowBuffer
+    Attributes:
+        rows: by slot.
+        like: without rows, of their size, dtype and device.
+    """
+
     rows: dict[int, torch.Tensor]
+    like: torch.Tensor
+    _buffer: RowBuffer
+    _home: list[RowBuffer]
+
+    @classmethod
+    def lend(cls, unused: list[RowBuffer], slots: tuple[int, ...], like: torch.Tensor) -> LentRows:
+        """Take a buffer that is unused, or a new one."""
+        buffer = unused.pop() if unused else RowBuffer()
+        rows = buffer.rows(len(slots), like.shape[1], like.dtype, like.device)
+        return cls(dict(zip(slots, rows, strict=True)), like, buffer, unused)
+
+    def give_back(self) -> None:
+        """Let others use the rows."""
+        self._home.append(self._buffer)
 
 
 class ReplicaPool:
@@ -131,19 +151,16 @@ class ReplicaPool:
 
     def hold(
         self, layer: object, placement: Placement, fetch: Callable[[Schedule], Pending]
-    ) -> bool:
+    ) -> None:
         """Start to fetch the replicas of a placement that are not here yet.
 
         Args:
             layer: whose they are.
             placement: what is wanted.
             fetch: starts the messages that it is given, into `rows`.
-
-        Returns:
-            Whether a fetch was due; if not, all replicas are here, or on their way.
         """
         if layer is self._layer and placement is self._placement:
-            return False
+            return
         self.wait()
         schedule = placement.schedule
         if placement not in self._rows_of:
@@ -153,10 +170,8 @@ class ReplicaPool:
             self._rows_of[placement] = self._assign_rows(placement, present)
         # A placement that was here before keeps its rows: its forward's tensors are views of them.
         self._layer, self._placement = layer, placement
-        if not schedule.copies:
-            return False
-        self._pending = fetch(schedule)
-        return True
+        if schedule.copies:
+            self._pending = fetch(schedule)
 
     def _assign_rows(self, placement: Placement, present: Placement | None) -> dict[int, int]:
         """Choose a row for each expert; replicas that are here already stay where they are."""
@@ -166,7 +181,7 @@ class ReplicaPool:
         taken = set(kept.values())
         free = [row for row in range(self._num_rows) if row not in taken]
         new = [expert for expert in experts if expert not in kept]
-        return {**kept, **dict(zip(new, free, strict=False))}
+        return {**kept, **dict(zip(new, free[: len(new)], strict=True))}
 
     def rows(
         self, placement: Placement, weights: Sequence[torch.Tensor]

@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.config import FSSDPConfig
+from megatron_fssdp.experts.placement import Placement
 from megatron_fssdp.planning.cost import ComputeRate
-from megatron_fssdp.planning.plan import LayerPlan
 from megatron_fssdp.planning.topology import Topology, read_cluster
+
+GroupByRanks = dict[tuple[int, ...], dist.ProcessGroup]
 
 # Dense bf16 products of an H100, as training reaches them; until `fssdp calibrate` has measured.
 DEFAULT_RATE = ComputeRate(flops_per_s=4e14)
@@ -65,40 +67,70 @@ def find_cluster(group: dist.ProcessGroup, config: FSSDPConfig) -> tuple[Topolog
     return topology, rate
 
 
-def make_copy_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Make a second communicator for the ranks of a group. Collective over that group only.
+def make_groups(wanted: Sequence[dist.ProcessGroup | Sequence[int]], purpose: str) -> GroupByRanks:
+    """Make groups for sets of ranks. Collective over the world: every rank must call it.
 
-    On the expert-parallel group itself copies would queue behind the tokens' all-to-all.
+    All ranks make all groups, in one order: torch names a group by a counter of its own on each
+    rank, and ranks that count differently would wait for each other.
+
+    Args:
+        wanted: the sets that this rank is in, as groups or ascending lists of global ranks; a rank
+            may want none.
+        purpose: what messages call the groups.
+
+    Returns:
+        This rank's groups by their ranks. Each has been used once by all of its ranks: NCCL makes
+        a communicator at the first use, and needs them all for that, while copies are the affair
+        of a few.
+
+    Raises:
+        RuntimeError: the ranks of a group are not ascending.
     """
-    ranks = dist.get_process_group_ranks(group)
-    backend = dist.get_backend(group)
-    device = torch.device("cuda" if backend == "nccl" else "cpu")
-    options = getattr(group._get_backend(device), "options", None)
-    copies: dist.ProcessGroup = dist.new_group(
-        ranks,
-        backend=backend,
-        timeout=getattr(options, "_timeout", None),
-        use_local_synchronization=True,
-        group_desc="FSSDP_COPIES",
-    )
-    if dist.get_process_group_ranks(copies) != ranks:
-        raise RuntimeError(
-            f"the ranks of an expert-parallel group are not ascending: {ranks}; --moe-parallel "
-            "fssdp needs them so, use --moe-parallel ep"
-        )
-    return copies
+    mine: list[tuple[tuple[int, ...], str]] = []
+    for each in wanted:
+        ranks = each if isinstance(each, Sequence) else dist.get_process_group_ranks(each)
+        if list(ranks) != sorted(ranks):
+            raise RuntimeError(
+                f"the ranks of an expert-parallel group are not ascending: {list(ranks)}; "
+                "--moe-parallel fssdp needs them so, use --moe-parallel ep"
+            )
+        mine.append((tuple(ranks), dist.get_backend()))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    made: GroupByRanks = {}
+    for ranks, backend in sorted({each for of_rank in everyone for each in of_rank}):
+        group = dist.new_group(list(ranks), backend=backend, group_desc=purpose)
+        if dist.get_rank() in ranks:
+            device = "cuda" if backend == "nccl" else "cpu"
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            made[ranks] = group
+    return made
+
+
+def peers_of(expert_group: dist.ProcessGroup, replica_group: dist.ProcessGroup) -> list[list[int]]:
+    """Ask for the expert-parallel groups of all expert-data-parallel peers. Collective.
+
+    Returns:
+        Global ranks by expert-data-parallel rank, then by expert-parallel rank.
+    """
+    rows: list[Any] = [None] * replica_group.size()
+    dist.all_gather_object(rows, dist.get_process_group_ranks(expert_group), group=replica_group)
+    return rows
 
 
 def check_plans(
-    plans: Sequence[LayerPlan], names: Sequence[str], group: dist.ProcessGroup, device: torch.device
+    placements: Sequence[Placement],
+    names: Sequence[str],
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> None:
-    """Prove that all ranks made the same plans. Collective; one small message.
+    """Prove that all ranks made the same plans and messages. Collective; one small message.
 
     Raises:
         RuntimeError: on every rank, with the first difference.
     """
-    digests = torch.tensor([_digest(plan) for plan in plans], dtype=torch.int64, device=device)
-    everyone = digests.new_empty(group.size() * len(plans))
+    digests = torch.tensor([_digest(p) for p in placements], dtype=torch.int64, device=device)
+    everyone = digests.new_empty(group.size() * len(placements))
     dist.all_gather_into_tensor(everyone, digests, group=group)
     everyone = everyone.view(group.size(), -1).cpu()
     differs = (everyone != everyone[0]).nonzero().tolist()
@@ -106,7 +138,8 @@ def check_plans(
         return
     index = min(layer for _, layer in differs)
     held: list[Any] = [None] * group.size()
-    dist.all_gather_object(held, (plans[index].owner_E, plans[index].slot_expert_RS), group=group)
+    plan = placements[index].plan
+    dist.all_gather_object(held, (plan.owner_E, plan.slot_expert_RS), group=group)
     rank = min(rank for rank, layer in differs if layer == index)
     raise RuntimeError(
         f"--fssdp-check-plans: rank {rank} of the expert-parallel group made another plan for "
@@ -116,8 +149,10 @@ def check_plans(
     )
 
 
-def _digest(plan: LayerPlan) -> int:
+def _digest(placement: Placement) -> int:
+    plan = placement.plan
     content = plan.owner_E.tobytes() + plan.slot_expert_RS.tobytes()
+    content += repr(placement.schedule.stages).encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big", signed=True)
 
 
@@ -130,4 +165,4 @@ def _first_difference(ours: tuple[np.ndarray, ...], theirs: tuple[np.ndarray, ..
             place = tuple(places[0])
             where = f"{what} {place[0]}" if len(place) == 1 else f"rank {place[0]}, slot {place[1]}"
             return f"{where} is {int(theirs_[place])}, not {int(ours_[place])}"
-    return "no difference is left to show"
+    return "the same slots, filled by other messages (--fssdp-cluster, --fssdp-collectives)"

@@ -17,6 +17,7 @@ experts compute with the slots' weights. What is added to a stock forward, in or
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fssdp.experts.materialize import SlotWeights, Visit
 from megatron_fssdp.experts.routing import translate_routing
+from megatron_fssdp.integration.ownership import LayerHomes, Ownership
 from megatron_fssdp.integration.runtime import FSSDPRuntime
 from megatron_fssdp.integration.slot_experts import build_slot_experts
 from megatron_fssdp.integration.step import LayerStep
@@ -57,21 +59,28 @@ class FSSDPMoELayer(MoELayer):
         self._index = runtime.add_layer(
             config.num_moe_experts, self.ep_group, "a MoE layer", _shape(config, runtime)
         )
-        num_slots = runtime.num_slots(self._index)
-        self.token_dispatcher: Any = _build_physical_dispatcher(
-            type(self.token_dispatcher), config, num_slots, groups
-        )
-        # Kept out of the module tree: state_dict, parameters() and DDP see a stock layer.
-        object.__setattr__(
-            self,
-            "_slot_experts",
-            build_slot_experts(self.experts, num_slots, self.submodules.experts, groups),
+        self._groups = groups
+        self._build_slots(runtime.owners.num_slots(self._index))
+        runtime.owners.own(
+            self._index, LayerHomes(self.experts, self._slot_experts), self._build_slots
         )
         self._visit: Visit | None = None
         self._slot_weights: SlotWeights | None = None
         self._predecessor: FSSDPMoELayer | None = None
         self._is_trained: bool | None = None
         self.register_load_state_dict_post_hook(lambda *unused: runtime.forget_replicas())
+
+    def _build_slots(self, num_slots: int) -> None:
+        """Build what depends on the number of slots; they hold no parameters."""
+        self.token_dispatcher: Any = _build_physical_dispatcher(
+            type(self.token_dispatcher), self.config, num_slots, self._groups
+        )
+        # Kept out of the module tree: state_dict, parameters() and DDP see a stock layer.
+        object.__setattr__(
+            self,
+            "_slot_experts",
+            build_slot_experts(self.experts, num_slots, self.submodules.experts, self._groups),
+        )
 
     def set_layer_number(self, layer_number: int) -> None:
         """Take the number that the transformer layer gives; messages name it."""
@@ -80,12 +89,17 @@ class FSSDPMoELayer(MoELayer):
 
     def start_replicas(self) -> None:
         """Start to fetch this forward's replicas: call it before the layer's attention."""
+        self._runtime.owners.before_forward(self._index)
         self._visit = self._launch(self._runtime.begin_forward(self._index, self._device))
 
     def follow(self, predecessor: FSSDPMoELayer) -> None:
         """Tell the layer whose backward follows this one's, to fetch its replicas ahead."""
         # Looked up late: a materializer exists once its layer has run.
         object.__setattr__(self, "_predecessor", predecessor)
+
+    def share_homes(self, layers: Sequence[FSSDPMoELayer]) -> Ownership:
+        """Let the experts of these layers, this one among them, live in each other's parameters."""
+        return self._runtime.owners.share_homes([layer._index for layer in layers])
 
     def preprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
@@ -120,6 +134,7 @@ class FSSDPMoELayer(MoELayer):
         visit, self._visit = self._visit, None
         assert visit is not None, "preprocess starts a visit"
         weights, self._slot_weights = self._slot_weights, None
+        self._wait_for_parameters()
         visit.wait()
         output = self._slot_experts(rows, tokens_per_slot, row_probs, weights)
         visit.guard(output)
@@ -141,16 +156,21 @@ class FSSDPMoELayer(MoELayer):
         return next(self.experts.parameters()).device
 
     def _launch(self, step: LayerStep) -> Visit:
-        self._wait_for_parameters()
+        if step.placement.sent_slots:
+            # What is sent is read now; else parameters may still be on their way till the experts.
+            self._wait_for_parameters()
         materializer = self._runtime.materializer(self._index, self._device)
         predecessor = self._predecessor
         if predecessor is not None and materializer.predecessor is None:
             materializer.predecessor = self._runtime.materializer(
                 predecessor._index, predecessor._device
             )
+        materializer.is_accounted = self.training
+        ownership, position = self._runtime.owners.home(self._index)
         return materializer.launch(
             step.placement,
-            self._slot_experts.owned_weights,
+            ownership.owned_weights(position),
+            ownership.weights(0),
             is_trained=self._is_any_expert_trained(self._device),
         )
 
@@ -167,9 +187,11 @@ class FSSDPMoELayer(MoELayer):
     def _wait_for_parameters(self) -> None:
         # With --overlap-param-gather DDP waits for a parameter in the forward pre-hook of the
         # module that registers it. Those modules' forward never runs here, so run their hooks.
-        for module in self.experts.modules():
-            for hook in module._forward_pre_hooks.values():
-                hook(module, ())
+        ownership, position = self._runtime.owners.home(self._index)
+        for experts in ownership.hosts(position):
+            for module in experts.modules():
+                for hook in module._forward_pre_hooks.values():
+                    hook(module, ())
 
 
 def _shape(config: TransformerConfig, runtime: FSSDPRuntime) -> LayerShape:

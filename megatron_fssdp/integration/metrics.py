@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_fssdp.config import FSSDPConfig
+from megatron_fssdp.integration import outlook
 from megatron_fssdp.integration.layer import gather_counts
 from megatron_fssdp.integration.records import IterationRecord
+from megatron_fssdp.integration.resharding import Reshard
 from megatron_fssdp.integration.runtime import FSSDPRuntime
 from megatron_fssdp.simulation.load_log import LoadLogWriter
 
@@ -31,7 +34,11 @@ def attach(runtime: FSSDPRuntime, config: FSSDPConfig) -> None:
         ValueError: on every rank, if one of them cannot write the load log.
     """
     if config.moe_parallel == "fssdp" and runtime.layer_shapes() and _speaks_for_stage():
-        print(memory_outlook(runtime), flush=True)
+        print(outlook.describe(runtime), flush=True)
+        if outlook.may_not_overlap(config):
+            print(f"WARNING: {outlook.ONE_CONNECTION}", flush=True)
+    if config.fssdp_reshard_interval:
+        runtime.owners.listeners.append(partial(_tell_of_reshard, config.fssdp_reshard_interval))
     if config.fssdp_log_plan:
         runtime.listeners.append(PlanPrinter(config.fssdp_log_plan))
     if config.fssdp_load_log is None:
@@ -47,6 +54,11 @@ def attach(runtime: FSSDPRuntime, config: FSSDPConfig) -> None:
         first = next(each for each in problems if each)
         raise ValueError(f"--fssdp-load-log {config.fssdp_load_log} cannot be written: {first}")
     runtime.listeners.append(recorder)
+
+
+def _tell_of_reshard(interval: int, iteration: int, result: Reshard) -> None:
+    if _speaks_for_stage():
+        print(result.describe(iteration + 1, interval), flush=True)
 
 
 class PlanPrinter:
@@ -70,32 +82,6 @@ class PlanPrinter:
             "of it exposed |",
             flush=True,
         )
-
-
-def memory_outlook(runtime: FSSDPRuntime) -> str:
-    """Say what replicas take if they are kept, and if they are re-materialized.
-
-    Memory is that of full slots; seconds are those of full slots over the slowest link class.
-    """
-    again = runtime.config.fssdp_rematerialize
-    slots, shapes, link = runtime.outlook()
-    num_micro = runtime.num_microbatches() if runtime.num_microbatches else 1
-    largest = max((shape.num_params for shape in shapes), default=0)
-    weights = [slots * shape.expert_bytes for shape in shapes]
-    grads = [slots * shape.num_params * shape.grad_bytes for shape in shapes]
-    # Kept, each layer adds its gradients up over the micro-batches; else layers take turns.
-    kept = sum(weights) + (sum(grads) if num_micro > 1 else max(grads, default=0))
-    one = next((shape for shape in shapes if shape.num_params == largest), None)
-    turns = 0 if one is None else slots * (one.expert_bytes + largest * one.grad_bytes)
-    once_s = link.time_s(sum(weights)) + link.time_s(sum(grads))
-    often_s = num_micro * (2 * link.time_s(sum(weights)) + link.time_s(sum(grads)))
-    return (
-        f" fssdp: replicas of {len(shapes)} MoE layers, {slots} slots a rank: kept "
-        f"{kept / 1e6:.0f} MB a rank, copies at most {1e3 * once_s:.1f} ms an iteration; "
-        f"re-materialized {turns / 1e6:.0f} MB, {1e3 * often_s:.1f} ms. This run: "
-        f"{'re-materialized' if again else 'kept'} "
-        f"({'drop' if again else 'give'} --fssdp-rematerialize for the other)"
-    )
 
 
 def scalars(record: IterationRecord) -> dict[str, float]:

@@ -9,6 +9,8 @@
     setup_model_and_optimizer (training.training)   if asked     fssdp: proof that our layers are
                                                                  there; ep with --fssdp-load-log:
                                                                  hooks that count the routing
+    load_checkpoint (training.training)             with fssdp   loads seen and owners are read
+    generate_state_dict (training.checkpointing)    with fssdp   loads seen and owners are saved
 
 Every replacement calls the function it replaces, with the caller's own arguments, so a script's
 `extra_args_provider` and `args_defaults` work as before. tests/integration/test_registration.py
@@ -29,6 +31,8 @@ from megatron_fssdp.integration import arguments, cpu_platform, validate, versio
 _registered = False
 # The runtime of the model that this process trains, if FSSDP or a load log is on.
 _runtimes: list[Any] = []
+# That runtime, once it has its model.
+_prepared: list[Any] = []
 
 
 def register() -> None:
@@ -96,7 +100,7 @@ def _apply(config: FSSDPConfig) -> None:
         _warn_of_idle_flags(config)
         if config.fssdp_load_log is None:
             return
-    from megatron.training import training
+    from megatron.training import checkpointing, training
 
     # Not at the top: plain EP must not even import our layer.
     from megatron_fssdp.integration import metrics, spec
@@ -108,6 +112,9 @@ def _apply(config: FSSDPConfig) -> None:
     _runtimes.append(runtime)
     if not getattr(training.setup_model_and_optimizer, "uses_model", None):
         _wrap(training, "setup_model_and_optimizer", _then(_use_model))
+        if config.moe_parallel == "fssdp":
+            _wrap(training, "load_checkpoint", _restoring_our_state)
+            _wrap(checkpointing, "generate_state_dict", _saving_our_state)
 
 
 def _warn_of_idle_flags(config: FSSDPConfig) -> None:
@@ -124,20 +131,30 @@ def _warn_of_idle_flags(config: FSSDPConfig) -> None:
 
 def _use_model(model: Any, optimizer: Any) -> None:
     """Take the model and optimizer that Megatron built, and count iterations as Megatron does."""
+    from megatron.training import get_args
+
+    _prepare(model, optimizer)
+    _runtimes[-1].iteration = get_args().iteration
+
+
+def _prepare(model: Any, optimizer: Any) -> None:
+    """Take the model and optimizer that Megatron built; once, before a checkpoint is loaded."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
     from megatron_fssdp.integration import metrics, spec
 
     runtime = _runtimes[-1]
+    if runtime in _prepared:
+        return
+    _prepared[:] = [runtime]
     if runtime.config.moe_parallel == "fssdp":
-        spec.prepare(model)
+        spec.prepare(model, runtime)
         runtime.num_microbatches = get_num_microbatches
     else:
         metrics.watch_routers(model, runtime)
     metrics.attach(runtime, runtime.config)
     args, tensorboard, wandb = get_args(), get_tensorboard_writer(), get_wandb_writer()
-    runtime.iteration = args.iteration
     if tensorboard is not None or wandb is not None:
         writer = metrics.ScalarWriter(args.tensorboard_log_interval, tensorboard, wandb)
         runtime.listeners.append(writer)
@@ -145,6 +162,56 @@ def _use_model(model: Any, optimizer: Any) -> None:
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     inner = [getattr(each, "optimizer", None) for each in chained]
     runtime.watch_optimizers(each for each in inner if each is not None)
+    if runtime.config.moe_parallel == "fssdp" and runtime.config.fssdp_reshard_interval:
+        _enable_resharding(runtime, model, optimizer)
+
+
+def _restoring_our_state(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def load_checkpoint(
+        model: Any, optimizer: Any, scheduler: Any, load_arg: str = "load", **options: Any
+    ) -> Any:
+        from megatron.training import checkpointing, get_args, print_rank_0
+
+        args = get_args()
+        # Only the run's own checkpoint: a model to start from has another run's loads.
+        if _runtimes and _runtimes[-1].config.moe_parallel == "fssdp" and args.load:
+            from megatron_fssdp.integration import saved_state
+
+            _prepare(model, optimizer)
+            folder = checkpointing.get_load_checkpoint_path_by_args(args)
+            print_rank_0(f" fssdp: {saved_state.restore(_runtimes[-1], folder)}")
+        return stock(model, optimizer, scheduler, load_arg=load_arg, **options)
+
+    return load_checkpoint
+
+
+def _saving_our_state(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def generate_state_dict(args: Any, *rest: Any, **options: Any) -> Any:
+        state = stock(args, *rest, **options)
+        is_loading = (options.get("optim_sd_kwargs") or {}).get("is_loading", False)
+        trains_fssdp = bool(_prepared) and _prepared[-1].config.moe_parallel == "fssdp"
+        if trains_fssdp and not is_loading and args.ckpt_format == "torch_dist":
+            from megatron_fssdp.integration import saved_state
+
+            state["fssdp"] = saved_state.describe(_prepared[-1])
+        return state
+
+    return generate_state_dict
+
+
+def _enable_resharding(runtime: Any, model: Any, optimizer: Any) -> None:
+    from megatron.core import parallel_state
+
+    def sync_parameters() -> None:
+        for chunk in model:
+            chunk.start_param_sync(force_sync=True)
+
+    overlaps = any(chunk.ddp_config.overlap_param_gather for chunk in model)
+    runtime.owners.enable_moves(
+        optimizer,
+        parallel_state.get_expert_data_parallel_group(),
+        sync_parameters if overlaps else None,
+    )
 
 
 def _then(

@@ -3,68 +3,40 @@
 """The runtime: loads in, plans out, once per iteration, for all MoE layers of this process.
 
 [Note: When a plan changes] Every forward of an iteration, and every replay of activation
-recompute in its backward, uses the same plan (or, with --fssdp-calibration, remembers its own):
+recompute in its backward, uses the same plan (with --fssdp-calibration, the layer's latest one):
 plans change in the optimizer step, when no forward is in flight. The step is seen through torch's
-own optimizer hook. Ranks of one expert-parallel group have the same kinds of parameters, so all of
+own optimizer hooks. Ranks of one expert-parallel group have the same kinds of parameters, so all of
 them step, or (an overflow) none.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from megatron_fssdp.collectives.lanes import make_lane
 from megatron_fssdp.config import FSSDPConfig
 from megatron_fssdp.experts.materialize import Materializer
-from megatron_fssdp.experts.placement import Scheduler
-from megatron_fssdp.experts.replicas import ReplicaPool, Transport
 from megatron_fssdp.integration import agreement
-from megatron_fssdp.integration.records import Calibration, IterationRecord, Traffic
+from megatron_fssdp.integration.copies import make_materializer, make_scheduler
+from megatron_fssdp.integration.owners import Owners, is_in_backward, plan_settings
+from megatron_fssdp.integration.records import IterationRecord
+from megatron_fssdp.integration.state import GroupState, LayerState, read_counts, read_traffic
 from megatron_fssdp.integration.step import LayerStep, calibrate_step
-from megatron_fssdp.planning.cost import ComputeRate, LayerShape, cheapest_schedule
+from megatron_fssdp.planning.cost import LayerShape
 from megatron_fssdp.planning.plan import Int64Array, LayerPlan, Plan
-from megatron_fssdp.planning.planner import PlanSettings, plan_layers
+from megatron_fssdp.planning.planner import plan_layers
 from megatron_fssdp.planning.predict import SlidingMean
-from megatron_fssdp.planning.schedule import Schedule
-from megatron_fssdp.planning.sharding import shard_evenly
-from megatron_fssdp.planning.topology import NVLINK, LinkClass, Topology
-
-
-@dataclass(eq=False)
-class _GroupState:
-    """What the layers of one expert-parallel group share."""
-
-    topology: Topology
-    rate: ComputeRate
-    copy_group: dist.ProcessGroup | None
-    transport: Transport | None = None
-    # With --fssdp-rematerialize only.
-    pools: dict[LayerShape, ReplicaPool] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class _LayerState:
-    name: str
-    num_experts: int
-    group: dist.ProcessGroup
-    shared: _GroupState
-    shape: LayerShape | None
-    # Both on the device; read once an iteration.
-    counts_RE: torch.Tensor | None = None
-    loads_R: torch.Tensor | None = None
-    num_forwards: int = 0
-    step: LayerStep | None = None
-    materializer: Materializer | None = None
-    calibrations: list[Calibration] = field(default_factory=list)
+from megatron_fssdp.planning.topology import NVLINK, LinkClass
 
 
 @dataclass(eq=False)
@@ -75,6 +47,7 @@ class FSSDPRuntime:
         config: the `--fssdp-*` settings.
 
     Attributes:
+        owners: who owns which expert.
         listeners: called with each iteration's record.
         iteration: iterations that this process had begun before the current one.
         num_microbatches: how many micro-batches an iteration has; None: not known.
@@ -84,18 +57,25 @@ class FSSDPRuntime:
     listeners: list[Callable[[IterationRecord], None]] = field(default_factory=list)
     iteration: int = 0
     num_microbatches: Callable[[], int] | None = None
-    _layers: list[_LayerState] = field(default_factory=list)
+    _layers: list[LayerState] = field(default_factory=list)
     _predictors: dict[tuple[int, ...], SlidingMean] = field(default_factory=dict)
     _optimizers: set[int] | None = None
-    _groups: dict[tuple[int, ...], _GroupState] = field(default_factory=dict)
+    _groups: dict[tuple[int, ...], GroupState] = field(default_factory=dict)
     _plan_s: float = 0.0
 
+    owners: Owners = field(init=False)
+
     def __post_init__(self) -> None:
-        self._hook = register_optimizer_step_post_hook(self._after_optimizer_step)
+        self.owners = Owners(self.config, self._layers, self._make_plans)
+        self._hooks = (
+            register_optimizer_step_pre_hook(self._before_optimizer_step),
+            register_optimizer_step_post_hook(self._after_optimizer_step),
+        )
 
     def close(self) -> None:
         """Stop watching the optimizer, and end the threads."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         for group in self._groups.values():
             if group.transport is not None:
                 group.transport.lane.close()
@@ -113,11 +93,32 @@ class FSSDPRuntime:
         """
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in self._groups:
-            topology, rate = agreement.find_cluster(group, self.config)
-            copies = None if shape is None else agreement.make_copy_group(group)
-            self._groups[ranks] = _GroupState(topology, rate, copies)
-        self._layers.append(_LayerState(name, num_experts, group, self._groups[ranks], shape))
+            self._groups[ranks] = GroupState(*agreement.find_cluster(group, self.config))
+        self._layers.append(LayerState(name, num_experts, group, self._groups[ranks], shape))
         return len(self._layers) - 1
+
+    def make_copy_groups(self) -> None:
+        """Give copies communicators of their own. Collective over the world.
+
+        On the expert-parallel group itself they would queue behind the tokens' all-to-all.
+        """
+        wanted = [ranks for ranks, group in self._groups.items() if group.copy_group is None]
+        made = agreement.make_groups(wanted, "FSSDP_COPIES")
+        for ranks in wanted:
+            self._groups[ranks].copy_group = made[ranks]
+
+    def most_replicated(self) -> int:
+        """Return how many of its experts of a layer a rank may have to send, at most."""
+        return max(
+            (
+                min(
+                    layer.num_experts // layer.group.size(),
+                    (layer.group.size() - 1) * self.config.fssdp_num_replica_slots,
+                )
+                for layer in self._layers
+            ),
+            default=0,
+        )
 
     def rename_layer(self, index: int, name: str) -> None:
         """Give a layer its name in messages, before its first forward."""
@@ -137,43 +138,28 @@ class FSSDPRuntime:
         slowest = min(links, key=lambda link: link.bytes_per_s, default=NVLINK)
         return self.config.fssdp_num_replica_slots, shapes, slowest
 
-    def num_slots(self, index: int) -> int:
-        """Return S of a layer: the experts that a rank owns and its replica slots."""
-        layer = self._layers[index]
-        return layer.num_experts // layer.group.size() + self.config.fssdp_num_replica_slots
-
     def materializer(self, index: int, device: torch.device) -> Materializer:
         """Return what fills a layer's slots; made when its device is known."""
         layer = self._layers[index]
+        if layer.shared.copy_group is None:
+            self.make_copy_groups()
         if layer.materializer is None:
-            layer.materializer = self._make_materializer(layer, device)
+            layer.materializer = make_materializer(
+                layer, self.config, self.num_microbatches, device
+            )
         return layer.materializer
-
-    def _make_materializer(self, layer: _LayerState, device: torch.device) -> Materializer:
-        config, shared = self.config, layer.shared
-        if shared.transport is None:
-            assert shared.copy_group is not None, "a layer that is only watched copies nothing"
-            lane = make_lane(device, overlap=config.fssdp_overlap == "on")
-            shared.transport = Transport(shared.copy_group, lane)
-        pool = ReplicaPool(config.fssdp_num_replica_slots)
-        if config.fssdp_rematerialize and layer.shape is not None:
-            pool = shared.pools.setdefault(layer.shape, pool)
-        sends_once = not (config.fssdp_rematerialize or config.fssdp_calibration)
-        return Materializer(
-            shared.transport,
-            pool,
-            layer.name,
-            sums_in_fp32=config.fssdp_grad_dtype == "fp32",
-            num_backwards=self.num_microbatches if sends_once else None,
-        )
 
     def begin_forward(self, index: int, device: torch.device) -> LayerStep:
         """Return what the layer's forward needs."""
         layer = self._layers[index]
         if layer.step is None:
-            # The first iteration: nothing is known of the loads yet, so nobody gets replicas.
+            # Where nothing is known of the loads yet nobody gets replicas.
+            load_E = layer.predicted_E
             plan = plan_layers(
-                None, self._owners(index), layer.shared.topology, self._plan_settings()
+                None if load_E is None else load_E[None],
+                self.owners.of_layer(index),
+                layer.shared.topology,
+                plan_settings(self.config),
             ).layer(0)
             layer.step = self._layer_step(layer, plan, device)
         return layer.step
@@ -190,7 +176,11 @@ class FSSDPRuntime:
         if is_in_backward():
             return step
         found = calibrate_step(
-            step, counts_RE.cpu().numpy(), self._plan_settings(), layer.shape, layer.shared.rate
+            step,
+            counts_RE.cpu().numpy(),
+            plan_settings(self.config),
+            layer.shape,
+            layer.shared.rate,
         )
         if found is None:
             return step
@@ -220,12 +210,15 @@ class FSSDPRuntime:
         """Let only the steps of these end an iteration; until then any optimizer's step does."""
         self._optimizers = {id(optimizer) for optimizer in optimizers}
 
+    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+        if self._optimizers is None or id(optimizer) in self._optimizers:
+            for layer in self._layers:
+                if layer.materializer is not None:
+                    layer.materializer.settle()
+
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *unused: Any) -> None:
         if self._optimizers is not None and id(optimizer) not in self._optimizers:
             return  # another model's, a probe's
-        for layer in self._layers:
-            if layer.materializer is not None:
-                layer.materializer.settle()
         self.forget_replicas()
         # A step has several torch optimizers (dense, experts): the first closes the books.
         counts = self._close_iteration()
@@ -233,36 +226,57 @@ class FSSDPRuntime:
             begin = time.perf_counter()
             self._plan(counts)
             self._plan_s = time.perf_counter() - begin
+            self.owners.end_iteration(self.iteration)
 
-    def _layer_step(self, layer: _LayerState, plan: LayerPlan, device: torch.device) -> LayerStep:
+    def _layer_step(self, layer: LayerState, plan: LayerPlan, device: torch.device) -> LayerStep:
         return LayerStep(
             plan,
             layer.group,
             layer.shared.topology,
             device,
             self.config.fssdp_balance_tolerance,
-            self._scheduler(layer),
+            make_scheduler(layer, self.config),
         )
 
-    def _scheduler(self, layer: _LayerState) -> Scheduler:
-        topology, shape = layer.shared.topology, layer.shape
-        if self.config.fssdp_collectives == "flat" or shape is None:
-            return Schedule.flat
-        if self.config.fssdp_collectives == "tree":
-            return lambda plan, present: Schedule.tree(plan, topology.node_of_rank, present)
-        return lambda plan, present: cheapest_schedule(plan, topology, shape.expert_bytes, present)
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loads seen and the owners, in tensors and plain values."""
+        return {
+            "owners": self.owners.state_dict(),
+            "loads": [
+                {
+                    "layers": list(indices),
+                    "history": torch.tensor(predictor.state_dict()["history"]),
+                }
+                for indices, predictor in self._predictors.items()
+            ],
+        }
 
-    def _owners(self, index: int) -> Int64Array:
-        layer = self._layers[index]
-        return shard_evenly(1, layer.num_experts, layer.group.size())
+    def load_state_dict(self, state: dict[str, Any]) -> str:
+        """Take over a state; what does not fit this model is left out.
 
-    def _plan_settings(self) -> PlanSettings:
-        return PlanSettings(
-            num_replica_slots=self.config.fssdp_num_replica_slots,
-            overlap_degree=self.config.overlap_degree,
-            algorithm=self.config.fssdp_planner,
-            balance_tolerance=self.config.fssdp_balance_tolerance,
-        )
+        Returns:
+            One sentence on what was taken.
+        """
+        owners = self.owners.load_state_dict(state["owners"])
+        num_layers = 0
+        for each in state["loads"]:
+            indices = tuple(each["layers"])
+            history = each["history"].tolist()
+            if any(index >= len(self._layers) for index in indices) or not history:
+                continue
+            sizes = {self._layers[index].num_experts for index in indices}
+            if sizes != {len(history[0][0])} or len(history[0]) != len(indices):
+                continue
+            predictor = SlidingMean(self.config.fssdp_prediction_window)
+            predictor.load_state_dict({"history": history})
+            self._predictors[indices] = predictor
+            predicted_LE = predictor.predict()
+            assert predicted_LE is not None, "there is a history"
+            for index, load_E in zip(indices, predicted_LE, strict=True):
+                self._layers[index].predicted_E = load_E
+                self._layers[index].step = None
+            num_layers += len(indices)
+        return f"loads of {num_layers} MoE layers in the checkpoint; {owners}"
 
     def _close_iteration(self) -> dict[int, Int64Array]:
         """Report the finished iteration to the listeners.
@@ -275,8 +289,8 @@ class FSSDPRuntime:
             return {}
         layers = [self._layers[index] for index in seen]
         plans = [layer.step.plan for layer in layers if layer.step is not None]
-        counts_LRE, loads_LR = _to_host(layers)
-        gathers, reductions = zip(*map(_traffic, layers), strict=True)
+        counts_LRE, loads_LR = read_counts(layers)
+        gathers, reductions = zip(*map(read_traffic, layers), strict=True)
         record = IterationRecord(
             self.iteration,
             counts_LRE,
@@ -320,44 +334,30 @@ class FSSDPRuntime:
                 tuple(indices), SlidingMean(self.config.fssdp_prediction_window)
             )
             predictor.update(np.stack([counts[index].sum(axis=0) for index in indices]))
-            layers = [self._layers[index] for index in indices]
-            plan: Plan = plan_layers(
-                predictor.predict(),
-                np.concatenate([self._owners(index) for index in indices]),
-                layers[0].shared.topology,
-                self._plan_settings(),
-            )
-            for position, layer in enumerate(layers):
-                assert layer.step is not None
-                layer.step = self._layer_step(layer, plan.layer(position), layer.step.device)
-            if self.config.fssdp_check_plans:
-                device = layers[0].step.device if layers[0].step else torch.device("cpu")
-                names = [layer.name for layer in layers]
-                agreement.check_plans(plan.layers, names, layers[0].group, device)
+            predicted_LE = predictor.predict()
+            assert predicted_LE is not None, "there was an update"
+            for index, load_E in zip(indices, predicted_LE, strict=True):
+                self._layers[index].predicted_E = load_E
+            self._make_plans(indices)
 
-
-def is_in_backward() -> bool:
-    """Whether this is a replay of activation recompute."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def _traffic(layer: _LayerState) -> tuple[Traffic, Traffic]:
-    """Read a layer's accounts, and start them anew."""
-    each = layer.materializer
-    if each is None:
-        return Traffic(), Traffic()
-    of = partial(Traffic.of, node_of_rank=layer.shared.topology.node_of_rank)
-    result = of(each.gathers, each.gather_meter), of(each.reductions, each.reduce_meter)
-    each.gathers.clear()
-    each.reductions.clear()
-    return result
-
-
-def _to_host(layers: list[_LayerState]) -> tuple[list[Int64Array], list[Int64Array]]:
-    """Copy all layers' counts and loads: the one device-to-host copy of an iteration."""
-    tensors = [layer.counts_RE for layer in layers] + [layer.loads_R for layer in layers]
-    present = [tensor for tensor in tensors if tensor is not None]
-    flat = torch.cat([tensor.reshape(-1) for tensor in present]).cpu()
-    parts = flat.split([tensor.numel() for tensor in present])
-    arrays = [part.view(of.shape).numpy() for part, of in zip(parts, present, strict=True)]
-    return arrays[: len(layers)], arrays[len(layers) :]
+    def _make_plans(self, indices: Sequence[int]) -> None:
+        """Plan layers of equal shape for the loads that are predicted."""
+        layers = [self._layers[index] for index in indices]
+        plan: Plan = plan_layers(
+            np.stack([layer.predicted_E for layer in layers if layer.predicted_E is not None]),
+            np.concatenate([self.owners.of_layer(index) for index in indices]),
+            layers[0].shared.topology,
+            plan_settings(self.config),
+        )
+        for position, (index, layer) in enumerate(zip(indices, layers, strict=True)):
+            assert layer.step is not None
+            # Layers are planned with the slots of the one that needs most.
+            own = plan.layer(position).with_slots(self.owners.num_slots(index))
+            layer.step = self._layer_step(layer, own, layer.step.device)
+            # Made here, with the plan: the first forward would wait for it.
+            _ = layer.step.placement.schedule
+        if self.config.fssdp_check_plans:
+            device = layers[0].step.device if layers[0].step else torch.device("cpu")
+            names = [layer.name for layer in layers]
+            placements = [layer.step.placement for layer in layers if layer.step is not None]
+            agreement.check_plans(placements, names, layers[0].group, device)

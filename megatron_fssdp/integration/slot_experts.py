@@ -29,7 +29,7 @@ class SlotExperts(Protocol):
     """An expert computation whose weights are supplied with each call."""
 
     @property
-    def owned_weights(self) -> list[list[torch.nn.Parameter]]:
+    def home_weights(self) -> list[list[torch.nn.Parameter]]:
         """For each owned expert, in Megatron's order, its W parameters as they are now."""
         ...
 
@@ -46,7 +46,7 @@ class SlotExperts(Protocol):
             rows: (M, hidden), grouped by slot.
             tokens_per_slot: (S,) int64 on the host, as Megatron's dispatchers return it.
             probs: (M,) routing probability of each row.
-            weights: for each slot its W weights, in the order of `owned_weights`.
+            weights: for each slot its W weights, in the order of `home_weights`.
 
         Returns:
             (M, hidden), weighted by `probs` as Megatron's expert modules do.
@@ -133,8 +133,8 @@ class LocalSlotExperts:
         )
 
     @property
-    def owned_weights(self) -> list[list[torch.nn.Parameter]]:
-        """See `SlotExperts.owned_weights`."""
+    def home_weights(self) -> list[list[torch.nn.Parameter]]:
+        """See `SlotExperts.home_weights`."""
         return _read(self._owners)
 
     def __call__(
@@ -224,8 +224,8 @@ class TESlotExperts:
         _check_names(self.module, families, num_slots)
 
     @property
-    def owned_weights(self) -> list[list[torch.nn.Parameter]]:
-        """See `SlotExperts.owned_weights`."""
+    def home_weights(self) -> list[list[torch.nn.Parameter]]:
+        """See `SlotExperts.home_weights`."""
         return _read(self._owners)
 
     def __call__(

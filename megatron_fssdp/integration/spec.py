@@ -9,7 +9,8 @@ replaces that one name, in that one module, by a partial of our subclass. `unreg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,9 @@ from megatron.core.models.gpt import moe_module_specs
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_fssdp.config import FSSDPConfig
+from megatron_fssdp.integration.checkpoint import describe_experts
 from megatron_fssdp.integration.layer import FSSDPMoELayer
+from megatron_fssdp.integration.ownership import Ownership
 from megatron_fssdp.integration.runtime import FSSDPRuntime
 
 
@@ -52,21 +55,26 @@ def unregister() -> None:
         moe_module_specs.MoELayer = MoELayer
 
 
-def prepare(model: Iterable[torch.nn.Module]) -> None:
+def prepare(model: Iterable[torch.nn.Module], runtime: FSSDPRuntime) -> None:
     """Check the model that Megatron built, and let its layers fetch replicas early.
+
+    Collective over the world, also for ranks whose chunks have no MoE layer.
 
     A transformer layer whose MLP is an FSSDP layer starts the fetch before its attention; backward,
     each layer starts the fetch of the one before it in its chunk.
 
     Args:
         model: the model chunks that Megatron built on this rank.
+        runtime: as `register` returned it.
 
     Raises:
         RuntimeError: see `assert_fssdp_layers`.
     """
     assert_fssdp_layers(model)
+    runtime.make_copy_groups()
     for chunk in model:
         previous: FSSDPMoELayer | None = None
+        alike: dict[Hashable, list[FSSDPMoELayer]] = {}
         for module in chunk.modules():
             layer = getattr(module, "mlp", None)
             if not isinstance(layer, FSSDPMoELayer):
@@ -75,6 +83,31 @@ def prepare(model: Iterable[torch.nn.Module]) -> None:
             if previous is not None:
                 layer.follow(previous)
             previous = layer
+            alike.setdefault(_kind(layer), []).append(layer)
+        ownerships = [layers[0].share_homes(layers) for layers in alike.values()]
+        _describe_by_expert(chunk, ownerships)
+
+
+def _describe_by_expert(chunk: torch.nn.Module, ownerships: list[Ownership]) -> None:
+    """Let a chunk's sharded state describe experts where they are, whatever wraps the model."""
+    # The decoder's owner: Megatron takes the sharded state of the unwrapped model.
+    model = next((m for m in chunk.modules() if hasattr(m, "decoder")), chunk)
+    stock: Callable[..., dict[str, Any]] = getattr(model, "sharded_state_dict", dict)
+
+    @functools.wraps(stock)
+    def sharded_state_dict(*args: Any, **options: Any) -> dict[str, Any]:
+        return describe_experts(stock(*args, **options), ownerships)
+
+    model.sharded_state_dict = sharded_state_dict  # type: ignore[assignment]
+
+
+def _kind(layer: FSSDPMoELayer) -> Hashable:
+    """Layers of one kind may hold each other's experts: equal in all that a parameter has."""
+    weights = [
+        (name, tuple(weight.shape), weight.dtype, weight.requires_grad)
+        for name, weight in layer.experts.named_parameters()
+    ]
+    return (type(layer.experts), id(layer.ep_group), tuple(weights))
 
 
 def _starting(layer: FSSDPMoELayer) -> Callable[..., None]:

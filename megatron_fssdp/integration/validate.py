@@ -283,6 +283,13 @@ RULES: tuple[Rule, ...] = (
         way_out="use --use-distributed-optimizer",
     ),
     Rule(
+        flag="--hybrid-context-parallel",
+        name="hybrid_context_parallel",
+        is_bad=_is_set,
+        reason="its schedule runs other numbers of micro-batches than Megatron counts",
+        way_out=_DROP,
+    ),
+    Rule(
         flag="--optimizer",
         name="optimizer",
         is_bad=lambda value: value not in ("adam", "sgd"),
@@ -304,6 +311,7 @@ def validate(args: Namespace) -> FSSDPConfig:
     config = FSSDPConfig.from_args(args)
     if config.moe_parallel == "fssdp":
         _check_sizes(config, args.num_experts, args.expert_model_parallel_size)
+        _check_resharding(config, args)
         for rule in RULES:
             value = getattr(args, rule.name, None)
             if rule.is_bad(value):
@@ -338,6 +346,34 @@ def _check_sizes(config: FSSDPConfig, num_experts: int | None, num_ranks: int) -
             f"{num_others} experts that a rank does not own (--num-experts {num_experts}, "
             f"--expert-model-parallel-size {num_ranks}); use 0 to {num_others}."
         )
+
+
+def _check_resharding(config: FSSDPConfig, args: Namespace) -> None:
+    """Refuse what takes owners for constant, or keeps state where it cannot be moved."""
+    if not config.fssdp_reshard_interval:
+        return
+    for flag, name, reason in (
+        (
+            "--use-precision-aware-optimizer",
+            "use_precision_aware_optimizer",
+            "its state cannot move between ranks",
+        ),
+        (
+            "--optimizer-cpu-offload",
+            "optimizer_cpu_offload",
+            "its state cannot move between ranks",
+        ),
+        (
+            "--ckpt-assume-constant-structure",
+            "ckpt_assume_constant_structure",
+            "a checkpoint would be written by the owners of the first",
+        ),
+    ):
+        if getattr(args, name, False):
+            raise ValueError(
+                f"--fssdp-reshard-interval {config.fssdp_reshard_interval} does not work with "
+                f"{flag}: {reason}; add --fssdp-reshard-interval 0, or drop the flag."
+            )
 
 
 def _show(value: Any) -> str:

@@ -147,6 +147,16 @@ class LayerPlan:
     owner_E: Int64Array
     slot_expert_RS: Int64Array
 
+    def with_slots(self, num_slots: int) -> LayerPlan:
+        """Return the plan with `num_slots` a rank; the slots that go must be empty.
+
+        Raises:
+            ValueError: if one of them holds an expert.
+        """
+        if (self.slot_expert_RS[:, num_slots:] != EMPTY).any():
+            raise ValueError(f"{num_slots} slots do not hold what the plan has in {self.num_slots}")
+        return LayerPlan(self.owner_E, self.slot_expert_RS[:, :num_slots])
+
     @property
     def num_ranks(self) -> int:
         """R."""

@@ -108,12 +108,18 @@ class Schedule:
         """Messages between nodes."""
         return sum(node_of_rank[copy.sender] != node_of_rank[copy.receiver] for copy in self.copies)
 
+    @cached_property
+    def _stages_by_rank(self) -> dict[int, list[list[Copy]]]:
+        by_rank: defaultdict[int, list[list[Copy]]] = defaultdict(lambda: [[] for _ in self.stages])
+        for number, stage in enumerate(self.stages):
+            for copy in stage:
+                by_rank[copy.sender][number].append(copy)
+                by_rank[copy.receiver][number].append(copy)
+        return dict(by_rank)
+
     def stages_of(self, rank: int) -> list[list[Copy]]:
         """Return the messages that `rank` is an end of, stage by stage."""
-        return [
-            [copy for copy in stage if rank in (copy.sender, copy.receiver)]
-            for stage in self.stages
-        ]
+        return self._stages_by_rank.get(rank, [])
 
 
 class _Holders:

@@ -193,3 +193,39 @@ def test_nothing_outlives_its_backward_and_no_memory_is_taken_twice() -> None:
     for are_gone, first, last in run_ranks(2, _leaks):
         assert are_gone == [True, True, True]
         assert first == last > 0
+
+
+def _give_up_an_iteration() -> tuple[str, int]:
+    group = dist.group.WORLD
+    rank = group.rank()
+    plan = LayerPlan(np.array([0, 0, 1, 1]), np.array(CASES["crosswise"][0]))
+    owned = [
+        [weight.clone().requires_grad_() for weight in _weights(int(plan.slot_expert_RS[rank, s]))]
+        for s in range(2)
+    ]
+    lane = make_lane(torch.device("cpu"), overlap=True)
+    materializer = Materializer(
+        Transport(group, lane), ReplicaPool(1), "layer 7", num_backwards=lambda: 2
+    )
+    message = ""
+    for backwards in (2, 1, 2):
+        for _ in range(backwards):
+            visit = materializer.launch(Placement(plan, rank), owned, owned[0], is_trained=True)
+            weights = visit.arrive()
+            visit.wait()
+            torch.stack([weight.sum() for slot in weights for weight in slot]).sum().backward()
+        if backwards == 1:
+            continue  # given up: no step, as after an error in the loss
+        try:
+            materializer.settle()
+        except RuntimeError as error:
+            message = str(error)
+    return message, len(materializer.reductions)
+
+
+def test_an_iteration_that_is_given_up_is_noticed_before_the_next_step() -> None:
+    """Gradients that were kept for its last micro-batch would come with the next iteration's."""
+    for message, reductions in run_ranks(2, _give_up_an_iteration):
+        assert message.startswith("layer 7: the optimizer steps, and gradients of replicas")
+        assert "kept" not in message or "--fssdp-rematerialize" in message
+        assert reductions == 2

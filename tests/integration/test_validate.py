@@ -47,6 +47,7 @@ BAD = {
     "optimizer_cuda_graph": "--optimizer-cuda-graph",
     "use_megatron_fsdp": "--use-megatron-fsdp",
     "use_torch_fsdp2": "--use-torch-fsdp2",
+    "hybrid_context_parallel": "--hybrid-context-parallel",
     "optimizer": "--optimizer muon",
 }
 # Megatron's validate_args computes it; its flag has another field.
@@ -130,3 +131,18 @@ def test_sizes(flags: str, message: str, parser: ArgumentParser) -> None:
 def test_all_spare_slots_are_allowed(parser: ArgumentParser) -> None:
     args = parser.parse_args(f"{GOOD} --fssdp-num-replica-slots 6".split())
     assert validate(args).fssdp_num_replica_slots == 6
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--use-precision-aware-optimizer",
+        "--optimizer-cpu-offload",
+        "--ckpt-assume-constant-structure",
+    ],
+)
+def test_state_that_cannot_move_needs_fixed_owners(flag: str, parser: ArgumentParser) -> None:
+    words = f"{GOOD} {flag}"
+    with pytest.raises(ValueError, match="add --fssdp-reshard-interval 0"):
+        validate(parser.parse_args(words.split()))
+    validate(parser.parse_args(f"{words} --fssdp-reshard-interval 0".split()))

@@ -10,6 +10,7 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -42,6 +43,8 @@ class Job:
     router_skew: float = 2.0
     # Experts that every token of a rank is sent to: one list a rank (the lists repeat).
     forced_experts: tuple[tuple[int, ...], ...] | None = None
+    # Every so many steps experts get random new owners, 0 to E of a layer on a rank.
+    reshard_every: int = 0
     # Parameters whose name contains this are frozen before DDP sees them.
     freeze: str | None = None
     # Keep Megatron's own initialization (its random numbers), to compare that too.
@@ -65,6 +68,7 @@ class Trained:
     replicas: list[int] = field(default_factory=list)
     imbalance: list[tuple[float, float]] = field(default_factory=list)
     calibrated: int = 0
+    reshards: list[Any] = field(default_factory=list)
 
 
 class TinyRun:
@@ -95,6 +99,16 @@ class TinyRun:
         if job.forced_experts is not None:
             self._force_routing(job.forced_experts)
         self.optimizer = self._optimizer()
+        if job.moe_parallel == "fssdp":
+            self.runtime.owners.enable_moves(
+                self.optimizer,
+                parallel_state.get_expert_data_parallel_group(),
+                self._sync_parameters if job.overlap_param_gather else None,
+            )
+
+    def _sync_parameters(self) -> None:
+        for chunk in self.model:
+            chunk.start_param_sync(force_sync=True)
 
     def _config(self) -> Any:
         from megatron.core.transformer import TransformerConfig
@@ -163,7 +177,7 @@ class TinyRun:
                 position_embedding_type="rope",
             )
             if job.moe_parallel == "fssdp":
-                spec.prepare([model])
+                spec.prepare([model], self.runtime)
                 self.runtime.num_microbatches = lambda: job.num_microbatches
         finally:
             spec.unregister()
@@ -191,11 +205,16 @@ class TinyRun:
 
         per_rank = self.job.num_experts // self.job.ep
         first = parallel_state.get_expert_model_parallel_rank() * per_rank
+        place_of = self._places()
         stage = parallel_state.get_pipeline_model_parallel_rank()
         offset = stage * (self.job.num_layers // self.job.pp)
         named = {}
         for name, parameter in self.model[0].module.named_parameters():
             parts = name.removeprefix("module.").split(".")
+            if parameter in place_of:
+                layer, expert = place_of[parameter]
+                parts[parts.index("layers") + 1] = str(layer)
+                parts[parts.index("local_experts") + 1] = str(expert - first)
             for index, part in enumerate(parts):
                 if part == "local_experts":
                     parts[index + 1] = str(int(parts[index + 1]) + first)
@@ -203,6 +222,25 @@ class TinyRun:
                     parts[index + 1] = str(int(parts[index + 1]) + offset)
             named[".".join(parts)] = parameter
         return named
+
+    def _places(self) -> dict[torch.nn.Parameter, tuple[int, int]]:
+        """The layer (of this rank's, by index) and expert that each expert parameter holds."""
+        if self.job.moe_parallel != "fssdp":
+            return {}
+        from megatron_fssdp.integration.layer import FSSDPMoELayer
+
+        decoder = next(m.decoder for m in self.model[0].modules() if hasattr(m, "decoder"))
+        numbers: dict[Any, list[int]] = {}
+        for number, layer in enumerate(decoder.layers):
+            if isinstance(layer.mlp, FSSDPMoELayer):
+                ownership, _ = self.runtime.owners.home(layer.mlp._index)
+                numbers.setdefault(ownership, []).append(number)
+        return {
+            weight: (numbers[ownership][position], expert)
+            for ownership in numbers
+            for home, (position, expert) in enumerate(ownership.homes.expert_of(ownership.rank))
+            for weight in ownership.weights(home)
+        }
 
     def _make_reproducible(self) -> None:
         """Give every parameter values that depend on its layout-free name only (TP = 1)."""
@@ -286,8 +324,21 @@ class TinyRun:
             mean = counts.sum() / len(loads)
             self.result.imbalance.append((max(owned) / mean, loads.max() / mean))
 
+    def reshard(self, seed: int) -> list[Any]:
+        """Give all experts random owners; every rank keeps its number of them in total."""
+        rng, results = np.random.default_rng(seed), []
+        for resharder in self.runtime.owners.resharders.values():
+            ownership = resharder.mover.ownership
+            owners = rng.permutation(ownership.owner_LE.ravel())
+            result = resharder.move(owners.reshape(ownership.owner_LE.shape))
+            self.runtime.owners.after_reshard(ownership, result)
+            results.append(result)
+        return results
+
     def step(self, step: int) -> float:
         """Run one training step and return the mean loss over all data."""
+        if self.job.reshard_every and step and step % self.job.reshard_every == 0:
+            self.result.reshards += self.reshard(step)
         from megatron.core import parallel_state
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -363,12 +414,21 @@ class TinyRun:
         """Write a torch_dist checkpoint."""
         from megatron.core import dist_checkpointing
 
-        dist_checkpointing.save(self._sharded_state(is_loading=False), folder)
+        state = self._sharded_state(is_loading=False)
+        if self.job.moe_parallel == "fssdp":
+            from megatron_fssdp.integration import saved_state
+
+            state["fssdp"] = saved_state.describe(self.runtime)
+        dist_checkpointing.save(state, folder)
 
     def load(self, folder: str) -> None:
         """Read a torch_dist checkpoint, whoever wrote it."""
         from megatron.core import dist_checkpointing
 
+        if self.job.moe_parallel == "fssdp":
+            from megatron_fssdp.integration import saved_state
+
+            self.restored = saved_state.restore(self.runtime, folder)
         state = dist_checkpointing.load(self._sharded_state(is_loading=True), folder)
         self.model[0].module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -214,11 +214,11 @@ def describe_layer(job: LayerJob) -> dict[str, Any]:
         slots = layer._slot_experts
         linears = (slots.module.linear_fc1, slots.module.linear_fc2)
         facts.update(
-            num_slots=runtime.num_slots(0),
+            num_slots=runtime.owners.num_slots(0),
             families=slots.families,
             owned=[
                 [_name_of(weight, layer.experts) for weight in expert]
-                for expert in slots.owned_weights
+                for expert in slots.home_weights
             ],
             slot_names=[name for name, _ in slots.module.named_parameters()],
             real_bytes=sum(_real_bytes(module) for module in slots.module.modules()),

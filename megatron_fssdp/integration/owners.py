@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+
+"""Who owns which expert, for all MoE layers of the process, and when that changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.config import FSSDPConfig
+from megatron_fssdp.integration import agreement
+from megatron_fssdp.integration.mover import Mover
+from megatron_fssdp.integration.ownership import LayerHomes, Ownership
+from megatron_fssdp.integration.resharding import Reshard, Resharder
+from megatron_fssdp.integration.state import LayerState
+from megatron_fssdp.planning.moves import Homes
+from megatron_fssdp.planning.plan import Int64Array
+from megatron_fssdp.planning.planner import PlanSettings
+from megatron_fssdp.planning.sharding import shard_evenly
+
+
+class Owners:
+    """The owners of the layers' experts.
+
+    Attributes:
+        resharders: by the id of the ownership that each decides for.
+        listeners: called with the iteration and the outcome of each look at the owners.
+    """
+
+    def __init__(
+        self,
+        config: FSSDPConfig,
+        layers: list[LayerState],
+        replan: Callable[[Sequence[int]], None],
+    ) -> None:
+        """Keep the owners of `layers`, a list that grows; `replan` plans some of them anew."""
+        self._config, self._layers, self._replan = config, layers, replan
+        self._iteration = 0
+        self.resharders: dict[int, Resharder] = {}
+        self.listeners: list[Callable[[int, Reshard], None]] = []
+
+    def own(self, index: int, homes: LayerHomes, resize: Callable[[int], None]) -> None:
+        """Tell where a layer's experts live: in its own module, evenly.
+
+        Args:
+            index: of the layer.
+            homes: the parameters.
+            resize: called with the layer's new number of slots when its owners change.
+        """
+        layer = self._layers[index]
+        layer.resize = resize
+        even = Homes.even(1, layer.num_experts, layer.group.size())
+        layer.ownership = Ownership(even, layer.group.rank(), [homes])
+
+    def share_homes(self, indices: Sequence[int]) -> Ownership:
+        """Let the experts of several layers, of equal shapes, live in each other's homes."""
+        layers = [self._layers[index] for index in indices]
+        first = layers[0]
+        homes = [each for layer in layers if layer.ownership for each in layer.ownership.layers]
+        even = Homes.even(len(layers), first.num_experts, first.group.size())
+        shared = Ownership(even, first.group.rank(), homes)
+        for position, layer in enumerate(layers):
+            layer.ownership, layer.position = shared, position
+        return shared
+
+    def home(self, index: int) -> tuple[Ownership, int]:
+        """Return where a layer's experts live, and which of those layers it is."""
+        layer = self._layers[index]
+        assert layer.ownership is not None, "a layer that is only watched owns nothing"
+        return layer.ownership, layer.position
+
+    def num_slots(self, index: int) -> int:
+        """Return S of a layer: the most experts that a rank owns and its replica slots."""
+        layer = self._layers[index]
+        most_owned = layer.num_experts // layer.group.size()
+        if layer.ownership is not None:
+            most_owned = layer.ownership.most_owned(layer.position)
+        return most_owned + self._config.fssdp_num_replica_slots
+
+    def of_layer(self, index: int) -> Int64Array:
+        """Return the (1, E) int64 owners of a layer's experts."""
+        layer = self._layers[index]
+        if layer.ownership is None:
+            return shard_evenly(1, layer.num_experts, layer.group.size())
+        return layer.ownership.owner_LE[layer.position : layer.position + 1]
+
+    def enable_moves(
+        self,
+        optimizer: Any,
+        replica_group: dist.ProcessGroup,
+        sync_parameters: Callable[[], None] | None,
+    ) -> None:
+        """Let experts change owners as `--fssdp-reshard-interval` says. Collective over the world.
+
+        Args:
+            optimizer: Megatron's.
+            replica_group: the expert-data-parallel group.
+            sync_parameters: completes a gather of parameters that is under way; None: none is.
+        """
+        rows: list[Any] = []
+        if self._layers:
+            rows = agreement.peers_of(self._layers[0].group, replica_group)
+        everyone = sorted(rank for row in rows for rank in row)
+        made = agreement.make_groups([everyone] if everyone else [], "FSSDP_MOVES")
+        for layer in self._layers:
+            ownership = layer.ownership
+            if ownership is None or layer.shape is None or id(ownership) in self.resharders:
+                continue
+            group = made[tuple(everyone)]
+            self.resharders[id(ownership)] = Resharder(
+                Mover(ownership, optimizer, group, rows, replica_group.rank()),
+                plan_settings(self._config),
+                layer.shared.topology,
+                layer.shape,
+                layer.shared.rate,
+                self._config.fssdp_sharding,
+                self._config.fssdp_reshard_interval,
+                sync_parameters,
+            )
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return who lives where, for each set of layers that share homes."""
+        return [
+            {
+                "num_ranks": ownership.homes.num_ranks,
+                "owner": torch.tensor(ownership.homes.owner_LE),
+                "home": torch.tensor(ownership.homes.home_LE),
+            }
+            for ownership in self._ownerships()
+        ]
+
+    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> str:
+        """Let experts live where a state says, before parameters are loaded.
+
+        Returns:
+            Half a sentence on what was taken; all or nothing.
+        """
+        ownerships = self._ownerships()
+        saved = [(int(each["num_ranks"]), tuple(each["owner"].shape)) for each in state]
+        ours = [(each.homes.num_ranks, each.owner_LE.shape) for each in ownerships]
+        if saved != ours:
+            return "experts start even: the checkpoint's owners are of another layout"
+        for ownership, each in zip(ownerships, state, strict=True):
+            ownership.homes = Homes(each["owner"].numpy(), each["home"].numpy())
+            self._resize(ownership)
+        return "experts are where they were"
+
+    def _ownerships(self) -> list[Ownership]:
+        """Each once, in the order of its first layer."""
+        found = [layer.ownership for layer in self._layers if layer.ownership is not None]
+        return list(dict.fromkeys(found))
+
+    def _resize(self, ownership: Ownership) -> list[int]:
+        """Fit layers to new owners; return their indices."""
+        indices = [i for i, layer in enumerate(self._layers) if layer.ownership is ownership]
+        for index in indices:
+            layer = self._layers[index]
+            if layer.materializer is not None:
+                layer.materializer.pool.forget()
+            if layer.resize is not None:
+                layer.resize(self.num_slots(index))
+        return indices
+
+    def end_iteration(self, iteration: int) -> None:
+        """Let the next forward look at the owners, if it is time."""
+        self._iteration = iteration
+        interval = self._config.fssdp_reshard_interval
+        if interval and iteration % interval == 0:
+            for resharder in self.resharders.values():
+                resharder.mover.ownership.is_due = True
+
+    def before_forward(self, index: int) -> None:
+        """Re-shard if it is time, before the first forward of an iteration touches an expert."""
+        ownership = self._layers[index].ownership
+        if ownership is None or not ownership.is_due or is_in_backward():
+            return
+        ownership.is_due = False
+        indices = [i for i, layer in enumerate(self._layers) if layer.ownership is ownership]
+        loads = [self._layers[i].predicted_E for i in indices]
+        resharder = self.resharders.get(id(ownership))
+        if resharder is None or any(load is None for load in loads):
+            return
+        result = resharder.look(np.stack([load for load in loads if load is not None]))
+        self.after_reshard(ownership, result)
+
+    def after_reshard(self, ownership: Ownership, result: Reshard) -> None:
+        """Take note of a look at the owners, and plan anew if they changed."""
+        for tell in self.listeners:
+            tell(self._iteration, result)
+        if not result.is_done:
+            return
+        indices = self._resize(ownership)
+        if all(self._layers[index].predicted_E is not None for index in indices):
+            self._replan(indices)
+        else:
+            for index in indices:
+                self._layers[index].step = None
+
+
+def plan_settings(config: FSSDPConfig) -> PlanSettings:
+    """Return the planner's settings that the flags ask for."""
+    return PlanSettings(
+        num_replica_slots=config.fssdp_num_replica_slots,
+        overlap_degree=config.overlap_degree,
+        algorithm=config.fssdp_planner,
+        balance_tolerance=config.fssdp_balance_tolerance,
+    )
+
+
+def is_in_backward() -> bool:
+    """Whether this is a replay of activation recompute."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+
+"""Live re-sharding: when experts change owners, and whether it pays (section 4.3 of the paper)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.integration.mover import HomeLayout, Mover, find_problem
+from megatron_fssdp.planning.cost import ComputeRate, LayerShape, saved_s, schedule_s
+from megatron_fssdp.planning.moves import moved_bytes, moves_s, plan_moves
+from megatron_fssdp.planning.plan import Int64Array
+from megatron_fssdp.planning.planner import PlanSettings, plan_layers
+from megatron_fssdp.planning.quotas import balance
+from megatron_fssdp.planning.schedule import Schedule
+from megatron_fssdp.planning.sharding import shard_by_load, shard_for_replicas
+from megatron_fssdp.planning.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reshard:
+    """One look at who owns which expert.
+
+    Attributes:
+        num_moves: experts that the better owners would move.
+        num_bytes: of their parameters and optimizer state.
+        saved_s: modelled seconds that an iteration gets shorter.
+        move_s: modelled seconds of the move.
+        is_done: whether they moved.
+        problem: why they could not.
+        took_s: seconds that the move took.
+    """
+
+    num_moves: int
+    num_bytes: int
+    saved_s: float
+    move_s: float
+    is_done: bool = False
+    problem: str | None = None
+    took_s: float = 0.0
+
+    def describe(self, iteration: int, interval: int) -> str:
+        """One line for the log."""
+        what = f" fssdp re-sharding before iteration {iteration}: {self.num_moves} experts, "
+        what += (
+            f"{self.num_bytes / 1e6:.1f} MB; saves {1e3 * self.saved_s * interval:.1f} ms until "
+        )
+        what += f"the next look, moving takes {1e3 * self.move_s:.1f} ms: "
+        if self.problem is not None:
+            return what + f"cannot move: {self.problem}; owners stay"
+        return what + (f"moved in {1e3 * self.took_s:.1f} ms" if self.is_done else "not worth it")
+
+
+@dataclass(eq=False)
+class Resharder:
+    """Decides for one ownership, and moves its experts.
+
+    Attributes:
+        mover: moves them.
+        settings: of the planner.
+        topology, shape, rate: what the cost model needs.
+        sharding: "swaps" or "load", see `--fssdp-sharding`.
+        interval: iterations that a decision counts for.
+        sync_parameters: completes a parameter gather that is under way, before parameters move.
+    """
+
+    mover: Mover
+    settings: PlanSettings
+    topology: Topology
+    shape: LayerShape
+    rate: ComputeRate
+    sharding: str
+    interval: int
+    sync_parameters: Callable[[], None] | None = None
+
+    def look(self, load_LE: Int64Array) -> Reshard:
+        """Move experts if better owners pay. Collective over all ranks that share the ownership.
+
+        Args:
+            load_LE: (L, E) int64, recent tokens of each expert in a micro-batch of this rank's
+                expert-parallel group; the groups' are summed.
+        """
+        device = self.mover.ownership.weights(0)[0].device
+        loads = torch.from_numpy(np.ascontiguousarray(load_LE)).to(device)
+        # Every rank of an expert-parallel group counts its group's loads once.
+        dist.all_reduce(loads, group=self.mover.group)
+        total_LE = loads.cpu().numpy() // len(self.mover.rank_at[0])
+        owner_LE = self.mover.ownership.owner_LE
+        new_LE = self._agree(self._choose(total_LE, owner_LE), device)
+        return self.move(new_LE, self._saved_s(total_LE, owner_LE, new_LE))
+
+    def move(self, new_owner_LE: Int64Array, saved_s_: float = float("inf")) -> Reshard:
+        """Give experts other owners, if `saved_s_` an iteration pays for it. Collective."""
+        ownership = self.mover.ownership
+        homes, rounds = plan_moves(ownership.homes, new_owner_LE)
+        layouts = self.mover.layouts()
+        state_bytes = _expert_bytes(self.mover, layouts)
+        result: dict[str, Any] = {
+            "num_moves": sum(map(len, rounds)),
+            "num_bytes": moved_bytes(rounds, state_bytes),
+            "saved_s": saved_s_,
+            "move_s": moves_s(rounds, self.topology, state_bytes),
+        }
+        problem = find_problem(layouts)
+        if problem is not None or not rounds:
+            return Reshard(**result, problem=problem)
+        if not self._all_agree(saved_s_ * self.interval > result["move_s"]):
+            return Reshard(**result)
+        begin = time.perf_counter()
+        if self.sync_parameters is not None:
+            self.sync_parameters()
+        self.mover.move(rounds, layouts)
+        ownership.homes = homes
+        return Reshard(**result, is_done=True, took_s=time.perf_counter() - begin)
+
+    def _choose(self, load_LE: Int64Array, owner_LE: Int64Array) -> Int64Array:
+        num_ranks = self.topology.num_ranks
+        if self.sharding == "swaps":
+            return shard_for_replicas(load_LE, owner_LE, num_ranks)
+        hot = self.settings.overlap_degree
+        slots = self.settings.num_replica_slots
+        return shard_by_load(load_LE, owner_LE, self.topology, slots if hot is None else hot)
+
+    def _agree(self, new_owner_LE: Int64Array, device: torch.device) -> Int64Array:
+        """Take the first rank's choice: groups may lie on nodes in other ways."""
+        choice = torch.from_numpy(np.ascontiguousarray(new_owner_LE)).to(device)
+        dist.broadcast(choice, dist.get_process_group_ranks(self.mover.group)[0], self.mover.group)
+        agreed: Int64Array = choice.cpu().numpy()
+        return agreed
+
+    def _all_agree(self, pays: bool) -> bool:
+        device = self.mover.ownership.weights(0)[0].device
+        votes = torch.tensor([int(pays)], device=device)
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self.mover.group)
+        return bool(votes.item())
+
+    def _saved_s(self, load_LE: Int64Array, old_LE: Int64Array, new_LE: Int64Array) -> float:
+        """Seconds by which new owners shorten an iteration: fuller ranks, and replicas' copies."""
+        nodes, num_ranks = self.topology.node_of_rank, self.topology.num_ranks
+        old = plan_layers(load_LE, old_LE, self.topology, self.settings)
+        new = plan_layers(load_LE, new_LE, self.topology, self.settings)
+        seconds = 0.0
+        for load_E, before, after in zip(load_LE, old.layers, new.layers, strict=True):
+            counts_RE = np.tile(load_E // num_ranks, (num_ranks, 1))
+            quotas = [balance(counts_RE, plan, nodes) for plan in (before, after)]
+            seconds += saved_s(
+                quotas[0], before, quotas[1], after, self.topology, self.shape, self.rate
+            )
+            for plan, sign in ((before, 1), (after, -1)):
+                copies = Schedule.tree(plan, nodes)
+                seconds += sign * schedule_s(copies, self.topology, self.shape.replica_bytes)
+        return seconds
+
+
+def _expert_bytes(mover: Mover, layouts: dict[int, list[HomeLayout]]) -> int:
+    """Bytes of one expert: its parameters on all replicas, and its optimizer state (in fp32)."""
+    weights = mover.ownership.weights(0)
+    total = len(mover.rank_at) * sum(w.numel() * w.element_size() for w in weights)
+    for row in mover.rank_at:
+        home = layouts[row[0]][0]
+        for (start, stop), names in zip(home.spans, home.names, strict=True):
+            total += 4 * len(names) * (stop - start)
+    return total

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+
+"""What the runtime keeps of each MoE layer, and of each expert-parallel group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.experts.materialize import Materializer
+from megatron_fssdp.experts.replicas import ReplicaPool, Transport
+from megatron_fssdp.integration.ownership import Ownership
+from megatron_fssdp.integration.records import Calibration, Traffic
+from megatron_fssdp.integration.step import LayerStep
+from megatron_fssdp.planning.cost import ComputeRate, LayerShape
+from megatron_fssdp.planning.plan import Int64Array
+from megatron_fssdp.planning.topology import Topology
+
+
+@dataclass(eq=False)
+class GroupState:
+    """What the layers of one expert-parallel group share."""
+
+    topology: Topology
+    rate: ComputeRate
+    copy_group: dist.ProcessGroup | None = None
+    transport: Transport | None = None
+    # With --fssdp-rematerialize only.
+    pools: dict[LayerShape, ReplicaPool] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class LayerState:
+    """One MoE layer of this process."""
+
+    name: str
+    num_experts: int
+    group: dist.ProcessGroup
+    shared: GroupState
+    shape: LayerShape | None
+    # Both on the device; read once an iteration.
+    counts_RE: torch.Tensor | None = None
+    loads_R: torch.Tensor | None = None
+    num_forwards: int = 0
+    # (E,) int64, the loads that the latest plan was made for.
+    predicted_E: Int64Array | None = None
+    step: LayerStep | None = None
+    # Where the layer's experts live, and which of its layers this is; None: only watched.
+    ownership: Ownership | None = None
+    position: int = 0
+    resize: Callable[[int], None] | None = None
+    materializer: Materializer | None = None
+    calibrations: list[Calibration] = field(default_factory=list)
+
+
+def read_traffic(layer: LayerState) -> tuple[Traffic, Traffic]:
+    """Read a layer's accounts, and start them anew."""
+    each = layer.materializer
+    if each is None:
+        return Traffic(), Traffic()
+    of = partial(Traffic.of, node_of_rank=layer.shared.topology.node_of_rank)
+    result = of(each.gathers, each.gather_meter), of(each.reductions, each.reduce_meter)
+    each.gathers.clear()
+    each.reductions.clear()
+    return result
+
+
+def read_counts(layers: Sequence[LayerState]) -> tuple[list[Int64Array], list[Int64Array]]:
+    """Copy all layers' counts and loads: the one device-to-host copy of an iteration."""
+    tensors = [layer.counts_RE for layer in layers] + [layer.loads_R for layer in layers]
+    present = [tensor for tensor in tensors if tensor is not None]
+    flat = torch.cat([tensor.reshape(-1) for tensor in present]).cpu()
+    parts = flat.split([tensor.numel() for tensor in present])
+    arrays = [part.view(of.shape).numpy() for part, of in zip(parts, present, strict=True)]
+    return arrays[: len(layers)], arrays[len(layers) :]

@@ -1,0 +1,201 @@
+"""Experts change owners while training runs, and nothing else changes.
+
+Random new owners every few steps, 0 to E experts of a layer on a rank. Without replicas, clipping
+and expert data parallelism the losses are the same bits: an expert computes the same wherever it
+lives. Else sums run in another order: 1e-6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.integration.test_equality import assert_equal_training, train
+from tests.integration.tiny import Job, TinyRun, Trained, merge
+from tests.ranks import run_ranks
+
+
+def assert_moved(results: list[Trained], times: int) -> None:
+    for result in results:
+        assert [each.is_done for each in result.reshards] == [True] * times
+        assert all(each.num_moves > 0 for each in result.reshards)
+
+
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_moving_changes_no_bit(world_size: int, distributed_optimizer: bool) -> None:
+    job = Job(
+        ep=world_size,
+        steps=21,
+        num_layers=3,
+        clip_grad=0.0,
+        distributed_optimizer=distributed_optimizer,
+        fssdp={"fssdp_num_replica_slots": 0},
+    ).as_fssdp()
+    stays, moves = train(world_size, job, replace(job, reshard_every=5))
+    assert_moved(moves, 4)
+    assert moves[0].losses == stays[0].losses
+    for name in ("params", "grads", "moments"):
+        ours, theirs = merge(moves, name), merge(stays, name)
+        assert ours.keys() == theirs.keys()
+        for key, tensor in theirs.items():
+            assert torch.equal(ours[key], tensor), key
+
+
+LAYOUTS = {
+    "replicas": {"ep": 4},
+    "edp": {"ep": 2},
+    "edp-distributed-optimizer": {"ep": 2, "distributed_optimizer": True},
+    "overlaps": {
+        "ep": 2,
+        "distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "num_microbatches": 2,
+    },
+    "rematerialize": {"ep": 4, "fssdp": {"fssdp_rematerialize": True}, "num_microbatches": 2},
+    "recompute": {
+        "ep": 4,
+        "model": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    },
+    "dense-first-layer": {"ep": 4, "num_layers": 3, "model": {"moe_layer_freq": [0, 1, 1]}},
+    "biases": {"ep": 4, "model": {"add_bias_linear": True, "gated_linear_unit": False}},
+    "allgather": {"ep": 2, "dispatcher": "allgather"},
+    "sgd": {"ep": 4, "optimizer": "sgd", "lr": 0.1},
+    "pipeline": {"ep": 2, "pp": 2, "num_layers": 4, "num_microbatches": 2},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_moving_changes_no_result(layout: str) -> None:
+    job = Job(steps=9, **LAYOUTS[layout])
+    want, got = train(4, job, replace(job.as_fssdp(), reshard_every=2))
+    assert_moved(got, 4)
+    if job.pp == 1:
+        assert_equal_training(got, want)
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.losses == pytest.approx(theirs.losses, rel=1e-6)
+        assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=1e-5)
+
+
+def test_bf16_master_parameters_move_too() -> None:
+    """After a move the first step equals: then rounding may flip a token's expert."""
+    job = Job(ep=4, steps=3, params_dtype=torch.bfloat16, clip_grad=0.0)
+    job = replace(job, fssdp={"fssdp_num_replica_slots": 0}).as_fssdp()
+    for distributed in (False, True):
+        each = replace(job, distributed_optimizer=distributed)
+        stays, moves = train(4, each, replace(each, reshard_every=1))
+        assert_moved(moves, 2)
+        assert moves[0].losses == stays[0].losses
+
+
+def _round_trip(job: Job, folder: str, more: int) -> tuple[Trained, list[float]]:
+    """Train with moves and save; go on for `more` steps; then load into a fresh run and repeat."""
+    run = TinyRun(job)
+    for step in range(job.steps):
+        run.step(step)
+    run.save(folder)
+    for step in range(job.steps, job.steps + more):
+        run.step(step)
+    first = run.result
+    run.runtime.close()
+    return first, first.losses[job.steps :]
+
+
+def _resume(job: Job, folder: str, first: int, more: int) -> tuple[list[float], str]:
+    run = TinyRun(job)
+    run.load(folder)
+    losses = [run.step(step) for step in range(first, first + more)]
+    if job.moe_parallel == "fssdp":
+        run.runtime.close()
+    return losses, getattr(run, "restored", "")
+
+
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+def test_checkpoints_of_moved_experts_are_plain(tmp_path: Any, distributed_optimizer: bool) -> None:
+    """FSSDP with moved experts -> EP 4, EP 2, FSSDP with even and with other owners.
+
+    Megatron's optimizers keep experts in a group of their own only where EP > 1, so EP 1 reads no
+    optimizer state of another size, with or without us.
+    """
+    job = Job(ep=4, steps=5, num_layers=3, distributed_optimizer=distributed_optimizer)
+    moved = replace(job.as_fssdp(), reshard_every=2)
+    folder = tmp_path / "moved"
+    folder.mkdir()
+    saved = run_ranks(4, _round_trip, moved, str(folder), 3, timeout_s=240)
+    want = saved[0][1]
+    for world_size, other, found in (
+        (4, job, ""),
+        (2, replace(job, ep=2), ""),
+        (4, job.as_fssdp(), "loads of 3 MoE layers in the checkpoint; experts are where they were"),
+        (4, moved, "loads of 3 MoE layers in the checkpoint; experts are where they were"),
+        (
+            2,
+            replace(moved, ep=2, reshard_every=3),
+            "loads of 3 MoE layers in the checkpoint; experts start even",
+        ),
+    ):
+        results = run_ranks(world_size, _resume, other, str(folder), 5, 3, timeout_s=240)
+        losses, restored = results[0]
+        assert restored.startswith(found)
+        assert losses == pytest.approx(want, rel=1e-5), (world_size, other)
+        if other is moved:
+            assert losses == want, "the same world and owners: the same bits"
+
+
+def _refuse_a_move(job: Job) -> tuple[list[float], list[str | None]]:
+    """One rank's optimizer has lost a moment: moving would lose it for good."""
+    import torch.distributed as dist
+
+    run = TinyRun(job)
+    run.step(0)
+    if dist.get_rank() == 1:
+        for optimizer in run.optimizer.chained_optimizers:
+            for parameter, state in optimizer.optimizer.state.items():
+                if tuple(parameter.shape) == (96, 32):
+                    state.pop("exp_avg_sq", None)
+    results = run.reshard(3)
+    run.runtime.close()
+    return [each.is_done for each in results], [each.problem for each in results]
+
+
+def test_what_cannot_move_stays_and_is_told_on_all_ranks() -> None:
+    job = Job(ep=2, steps=3).as_fssdp()
+    for done, problems in run_ranks(2, _refuse_a_move, job):
+        assert done == [False]
+        assert "optimizers keep different tensors of different experts" in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "distributed_optimizer"), [(2, False), (4, False), (2, True), (4, True)]
+)
+def test_moved_bytes_are_the_plans(world_size: int, distributed_optimizer: bool) -> None:
+    """Two experts' state travels, not the layer's, and once to each replica that keeps it."""
+    job = Job(ep=2, steps=2, distributed_optimizer=distributed_optimizer).as_fssdp()
+    results = run_ranks(world_size, _count_bytes, job)
+    planned = results[0][1]
+    assert sum(each for each, _ in results) == planned.num_bytes
+    # fc1 (96, 32) and fc2 (32, 48), fp32; two moments, and with the distributed optimizer a main
+    # parameter, on every replica without it and on one with it.
+    weights = 4 * (96 * 32 + 32 * 48)
+    replicas = world_size // 2
+    state = 3 * weights if distributed_optimizer else 2 * weights * replicas
+    assert planned.num_bytes == 2 * (weights * replicas + state)
+
+
+def _count_bytes(job: Job) -> tuple[int, Any]:
+    run = TinyRun(job)
+    run.step(0)
+    (resharder,) = run.runtime.owners.resharders.values()
+    sent: list[int] = []
+    stock = resharder.mover.move
+    resharder.mover.move = lambda *args: sent.append(stock(*args)) or sent[-1]  # type: ignore[method-assign]
+    owners = np.array(resharder.mover.ownership.owner_LE)
+    owners[0, [0, -1]] = owners[0, [-1, 0]]
+    result = resharder.move(owners)
+    run.runtime.close()
+    return sent[0], result
