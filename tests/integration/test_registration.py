@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.training import arguments, training, yaml_arguments
 
 from megatron_fssdp.config import FSSDPConfig
-from megatron_fssdp.integration import metrics, registration, spec
+from megatron_fssdp.integration import agreement, metrics, registration, spec
 
 HOOKED = (
     (arguments, "add_megatron_arguments"),
@@ -55,6 +55,8 @@ def register_with(monkeypatch: pytest.MonkeyPatch, *models: torch.nn.Module) -> 
         training, "setup_model_and_optimizer", lambda *rest, **options: (list(models), "opt", None)
     )
     monkeypatch.setattr("megatron.training.get_args", lambda: Namespace(iteration=7))
+    # There is one process, and no group.
+    monkeypatch.setattr(agreement, "make_groups", lambda wanted, purpose: {})
     registration.register()
 
 
@@ -81,7 +83,7 @@ def test_plain_ep_changes_nothing_but_the_flags(monkeypatch: pytest.MonkeyPatch)
 
 def test_fssdp_builds_our_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     register_with(monkeypatch, torch.nn.Linear(1, 1))
-    arguments.validate_args(settings(moe_parallel="fssdp"), {})
+    arguments.validate_args(settings(moe_parallel="fssdp", fssdp_reshard_interval=0), {})
     assert moe_module_specs.MoELayer is not MoELayer
     assert training.setup_model_and_optimizer("any")[1:] == ("opt", None)
     # A resumed run goes on counting where Megatron does.

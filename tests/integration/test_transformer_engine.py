@@ -13,6 +13,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,19 @@ def test_model_trains_like_ep(run_with_te: Callable) -> None:
     results = run_with_te(4, jobs.train_models, [job, job.as_fssdp()])
     want, got = (list(by_rank) for by_rank in zip(*results, strict=True))
     assert_replicated(got)
+    assert_equal_training(got, want)
+
+
+@pytest.mark.parametrize("rematerialize", [False, True])
+def test_moved_and_rematerialized_experts_train_like_ep(
+    run_with_te: Callable, rematerialize: bool
+) -> None:
+    """TE's module is built anew when a layer's number of slots changes."""
+    job = Job(ep=2, steps=5, num_layers=3, distributed_optimizer=True)
+    moved = replace(job.as_fssdp(fssdp_rematerialize=rematerialize), reshard_every=2)
+    results = run_with_te(4, jobs.train_models, [job, moved])
+    want, got = (list(by_rank) for by_rank in zip(*results, strict=True))
+    assert [each.is_done for each in got[0].reshards] == [True, True]
     assert_equal_training(got, want)
 
 

@@ -214,7 +214,10 @@ class TinyRun:
             if parameter in place_of:
                 layer, expert = place_of[parameter]
                 parts[parts.index("layers") + 1] = str(layer)
-                parts[parts.index("local_experts") + 1] = str(expert - first)
+                if "local_experts" in parts:
+                    parts[parts.index("local_experts") + 1] = str(expert - first)
+                else:  # TE's "weight3"
+                    parts[-1] = parts[-1].rstrip("0123456789") + str(expert - first)
             for index, part in enumerate(parts):
                 if part == "local_experts":
                     parts[index + 1] = str(int(parts[index + 1]) + first)
