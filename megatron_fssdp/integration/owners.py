@@ -31,14 +31,9 @@ class Owners:
         listeners: called with the iteration and the outcome of each look at the owners.
     """
 
-    def __init__(
-        self,
-        config: FSSDPConfig,
-        layers: list[LayerState],
-        replan: Callable[[Sequence[int]], None],
-    ) -> None:
-        """Keep the owners of `layers`, a list that grows; `replan` plans some of them anew."""
-        self._config, self._layers, self._replan = config, layers, replan
+    def __init__(self, config: FSSDPConfig, layers: list[LayerState]) -> None:
+        """Keep the owners of `layers`, a list that grows."""
+        self._config, self._layers = config, layers
         self._iteration = 0
         self.resharders: dict[int, Resharder] = {}
         self.listeners: list[Callable[[int, Reshard], None]] = []
@@ -188,17 +183,14 @@ class Owners:
         self.after_reshard(ownership, result)
 
     def after_reshard(self, ownership: Ownership, result: Reshard) -> None:
-        """Take note of a look at the owners, and plan anew if they changed."""
+        """Take note of a look at the owners; if they changed, plans are old."""
         for tell in self.listeners:
             tell(self._iteration, result)
         if not result.is_done:
             return
-        indices = self._resize(ownership)
-        if all(self._layers[index].predicted_E is not None for index in indices):
-            self._replan(indices)
-        else:
-            for index in indices:
-                self._layers[index].step = None
+        # Without a plan, the next forward makes one for the loads that are predicted.
+        for index in self._resize(ownership):
+            self._layers[index].step = None
 
 
 def plan_settings(config: FSSDPConfig) -> PlanSettings:

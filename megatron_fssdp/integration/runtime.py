@@ -66,7 +66,7 @@ class FSSDPRuntime:
     owners: Owners = field(init=False)
 
     def __post_init__(self) -> None:
-        self.owners = Owners(self.config, self._layers, self._make_plans)
+        self.owners = Owners(self.config, self._layers)
         self._hooks = (
             register_optimizer_step_pre_hook(self._before_optimizer_step),
             register_optimizer_step_post_hook(self._after_optimizer_step),
