@@ -28,6 +28,10 @@ from megatron_fssdp.planning.topology import Topology
 SPARE_TOLERANCE = 0.003
 # A later way sends more: it must leave the fullest rank emptier by one part in this many.
 LESS_TRAFFIC_WORTH = 100
+# With several slots a rank, a layer is far from balanced if its fullest rank is too full by more
+# than one part in this many. For others spares make the fewest replicas good enough, which cost
+# least time where few layers need them.
+FAR = 16
 # Targets tried when the wanted one cannot be met within the budget.
 TARGET_TRIES = 6
 # Steps of spreading with which plans are judged, and how near to the target they must be for it.
@@ -198,16 +202,19 @@ def _only(replicas_N3: Int64Array, layers: Int64Array, num_layers: int) -> Int64
 
 def _by_traffic(job: _Job, wanted_L: Int64Array, spare_tokens: int) -> Int64Array:
     """Try the `WAYS`, one after the other, until a layer is balanced. Returns (N, 3) replicas."""
-    num_layers, topology = len(wanted_L), job.topology
-    is_limited = job.limit < topology.num_ranks * job.num_slots
-    is_one_node = topology.num_nodes == 1
+    ways = WAYS
+    if job.limit < job.topology.num_ranks * job.num_slots:
+        ways = WAYS[-1:]
+    num_layers, is_one_node = len(wanted_L), job.topology.num_nodes == 1
     enough_L = wanted_L if is_one_node else job.balanced_L
     reached_L = np.full(num_layers, 1 << 62)
     found_N3 = np.zeros((0, 3), dtype=np.int64)
-    for way in WAYS[-1:] if is_limited else WAYS:
+    for way, is_for_far in ways:
         layers = np.flatnonzero(reached_L > enough_L)
+        if is_for_far and job.num_slots > 1:
+            layers = np.flatnonzero(reached_L > enough_L + enough_L // FAR)
         if not len(layers):
-            break
+            continue
         rows_N3, fullest_L = way(job.part(layers), wanted_L[layers], spare_tokens)
         before_L = reached_L[layers]
         least_L = np.where(is_one_node, 1, before_L // LESS_TRAFFIC_WORTH)
@@ -227,8 +234,9 @@ def _keep_near(
     """Node by node: first what keeps most tokens near."""
     args = job.load_LE, job.owner_LE, job.topology, job.num_slots, spare_tokens, wanted_L
     slots = place_by_node(*args, levels_last)
-    reached_L = slots.by_rank(job.topology.num_ranks)[0].max(axis=1)
-    return slots.replicas(), _judge(job, slots.replicas(), reached_L)
+    replicas_N3 = slots.replicas()
+    reached_L = slots.load_by_rank(job.topology.num_ranks).max(axis=1)
+    return replicas_N3, _judge(job, replicas_N3, reached_L)
 
 
 def _level_too(job: _Job, wanted_L: Int64Array, spare_tokens: int) -> tuple[Int64Array, Int64Array]:
@@ -240,7 +248,7 @@ def _fill(job: _Job, wanted_L: Int64Array, spare_tokens: int) -> tuple[Int64Arra
     """Level all ranks, each replica where it keeps most tokens near; then spares."""
     args = job.load_LE, job.owner_LE, job.topology, job.num_slots, spare_tokens, wanted_L
     slots = fill_by_node(*args)
-    placed_LR = slots.by_rank(job.topology.num_ranks)[0]
+    placed_LR = slots.load_by_rank(job.topology.num_ranks)
     fullest_L = _judge(job, slots.replicas(), placed_LR.max(axis=1))
     return _with_spares(job, slots.replicas(), placed_LR, spare_tokens), fullest_L
 
@@ -255,11 +263,13 @@ def _fewest_and_spares(
 
 # Each takes layers, the tokens of the fullest rank that are wanted, and those that a replica must
 # keep on a node that lacked the expert; and returns (N, 3) replicas and the (L,) tokens reached.
-WAYS: tuple[Callable[[_Job, Int64Array, int], tuple[Int64Array, Int64Array]], ...] = (
-    _keep_near,
-    _level_too,
-    _fill,
-    _fewest_and_spares,
+Way = Callable[[_Job, Int64Array, int], tuple[Int64Array, Int64Array]]
+# The ways in their order, and whether they are only for layers that are far from balanced.
+WAYS: tuple[tuple[Way, bool], ...] = (
+    (_keep_near, False),
+    (_level_too, True),
+    (_fill, True),
+    (_fewest_and_spares, False),
 )
 
 

@@ -23,10 +23,8 @@ def estimate(
     the same.
     """
     num_layers, num_experts = load_LE.shape
-    # Products of two loads must be exact as floats, which divide faster than whole numbers: of
-    # more than 2^26 tokens a layer drops the last places.
-    shift_L1 = np.maximum(np.frexp(load_LE.sum(axis=1))[1] - 26, 0)[:, None].astype(np.int64)
-    total_LE = (load_LE >> shift_L1).astype(np.float64)
+    # Floats divide faster than whole numbers, and hold those below 2^53.
+    total_LE = load_LE.astype(np.float64)
     pair = replicas_N3[:, 0] * num_experts + replicas_N3[:, 1]
     count = np.bincount(pair, minlength=load_LE.size)
     expert_X = np.flatnonzero(count)
@@ -45,21 +43,20 @@ def estimate(
     base = np.bincount(row_LE.ravel(), weights=single, minlength=size)
     step_N = 1.5 / np.bincount(rank_N, minlength=size)[rank_N]
     total_X = total_LE.ravel()[expert_X]
-    total_N = total_X[expert_N]
     quota_N = np.floor(total_X / count_X)[expert_N]
     quota_N[first_X] += total_X % count_X
     gone_N = np.zeros_like(quota_N)
     for _ in range(rounds):
         load_N = (base + np.bincount(rank_N, weights=quota_N, minlength=size))[rank_N]
-        mean_X = np.floor(np.add.reduceat(load_N, first_X) / count_X)
+        mean_X = np.add.reduceat(load_N, first_X) / count_X
         step = (mean_X[expert_N] - load_N) * step_N + MOMENTUM * gone_N
         moved_N = np.maximum(quota_N + np.floor(step), 0)
-        sum_X = np.maximum(np.add.reduceat(moved_N, first_X), 1)
+        scale_X = total_X / np.maximum(np.add.reduceat(moved_N, first_X), 1)
         gone_N = -quota_N
-        quota_N = np.floor(moved_N * total_N / sum_X[expert_N])
-        quota_N[first_X] += total_X - np.add.reduceat(quota_N, first_X)
+        quota_N = np.floor(moved_N * scale_X[expert_N])
         gone_N += quota_N
+    # What rounding took; the next round's scale gives it back.
+    quota_N[first_X] += total_X - np.add.reduceat(quota_N, first_X)
     load = base + np.bincount(rank_N, weights=quota_N, minlength=size)
     fullest_L: Int64Array = load.reshape(num_layers, -1).max(axis=1).astype(np.int64)
-    fullest_L = (fullest_L + (shift_L1[:, 0] > 0)) << shift_L1[:, 0]
     return fullest_L

@@ -26,6 +26,8 @@ DONORS = 8
 class NodeSlots:
     """Ranks and their slots, a row for each node of each layer; changed by `pack` and `level`.
 
+    Steps write through flat views, so all tables are contiguous.
+
     Shape letters: N rows (layers times nodes), W ranks of the largest node, S slots of a rank.
 
     Attributes:
@@ -33,23 +35,19 @@ class NodeSlots:
         layer_N: (N,) int64, layer of each row.
         rank_NW: (N, W) int64, the ranks of each node; R where it has fewer.
         load_NW: (N, W) int64, tokens of each rank; FULL where there is none.
-        owned_NW: (N, W) int64, experts that each rank owns.
         used_NW: (N, W) int64, replicas that each rank has.
         expert_NWS, tokens_NWS: (N, W, S) int64, owned ones, then replicas; EMPTY and 0 elsewhere.
         owner_LE: (L, E) int64.
-        found: (3, .) layer, expert and rank of the replicas of each step.
     """
 
     num_slots: int
     layer_N: Int64Array
     rank_NW: Int64Array
     load_NW: Int64Array
-    owned_NW: Int64Array
     used_NW: Int64Array
     expert_NWS: Int64Array
     tokens_NWS: Int64Array
     owner_LE: Int64Array
-    found: list[Int64Array]
 
     @classmethod
     def build(
@@ -64,50 +62,42 @@ class NodeSlots:
         num_layers, num_nodes, width = len(kept_LE), len(size_M), int(size_M.max())
         num_ranks = topology.num_ranks
         none = np.zeros((0, 3), dtype=np.int64)
-        # Most layers share one sharding.
-        is_same = bool((owner_LE == owner_LE[:1]).all())
-        expert_LRS = build_slots(owner_LE[: 1 if is_same else None], none, num_ranks, num_slots)
-        expert_LRS = np.broadcast_to(expert_LRS, (num_layers, *expert_LRS.shape[1:]))
-        num_all = expert_LRS.shape[2]
-        tokens_LRS = np.take_along_axis(kept_LE, expert_LRS.reshape(num_layers, -1), axis=1)
-        tokens_LRS = np.where(expert_LRS == EMPTY, 0, tokens_LRS.reshape(expert_LRS.shape))
         # The ranks of each node, padded with rank R, which is full.
         rank_MW = np.full((num_nodes, width), num_ranks)
         rank_MW[np.arange(width) < size_M[:, None]] = np.argsort(topology.node_R, kind="stable")
-        pad = ((0, 0), (0, 1))
-        load_LR = np.pad(tokens_LRS.sum(axis=2), pad, constant_values=FULL)
-        owned_LR = np.pad((expert_LRS != EMPTY).sum(axis=2), pad)
-        expert_LRS = np.pad(expert_LRS, (*pad, (0, 0)), constant_values=EMPTY)
-        tokens_LRS = np.pad(tokens_LRS, (*pad, (0, 0)))
-        shape = (num_layers * num_nodes, width)
+        # Most layers share one sharding: K is 1 then, and L otherwise.
+        is_same = bool((owner_LE == owner_LE[:1]).all())
+        expert_KRS = build_slots(owner_LE[: 1 if is_same else None], none, num_ranks, num_slots)
+        pad = ((0, 0), (0, 1), (0, 0))
+        expert_KMWS = np.pad(expert_KRS, pad, constant_values=EMPTY)[:, rank_MW]
+        tokens_LMWS = kept_LE[np.arange(num_layers)[:, None, None, None], expert_KMWS]
+        tokens_LMWS = np.where(expert_KMWS == EMPTY, 0, tokens_LMWS)
+        load_LMW = np.where(rank_MW == num_ranks, FULL, tokens_LMWS.sum(axis=3))
+        shape, num_all = (num_layers * num_nodes, width), expert_KMWS.shape[3]
+        expert_LMWS = np.broadcast_to(expert_KMWS, tokens_LMWS.shape)
         return cls(
             num_slots=num_slots,
             layer_N=np.repeat(np.arange(num_layers), num_nodes),
             rank_NW=np.tile(rank_MW, (num_layers, 1)),
-            load_NW=load_LR[:, rank_MW].reshape(shape),
-            owned_NW=owned_LR[:, rank_MW].reshape(shape),
+            load_NW=load_LMW.copy(order="C").reshape(shape),
             used_NW=np.zeros(shape, dtype=np.int64),
-            expert_NWS=expert_LRS[:, rank_MW].reshape(*shape, num_all),
-            tokens_NWS=tokens_LRS[:, rank_MW].reshape(*shape, num_all),
+            expert_NWS=expert_LMWS.copy(order="C").reshape(*shape, num_all),
+            tokens_NWS=tokens_LMWS.copy(order="C").reshape(*shape, num_all),
             owner_LE=owner_LE,
-            found=[np.zeros((3, 0), dtype=np.int64)],
         )
 
     def replicas(self) -> Int64Array:
-        """(N, 3) layer, expert and rank of all replicas."""
-        return np.concatenate(self.found, axis=1).T
+        """(N, 3) layer, expert and rank of all replicas; of each rank in the order of its slots."""
+        expert_NWS = self.expert_NWS[:, :, -self.num_slots :]
+        row, rank, slot = np.nonzero(expert_NWS != EMPTY)
+        values = self.layer_N[row], expert_NWS[row, rank, slot], self.rank_NW[row, rank]
+        return np.stack(values, axis=1)
 
-    def by_rank(self, num_ranks: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """(L, R) tokens and replicas of each rank, and (L, E) tokens that stay with the owners."""
-        num_layers, num_experts = self.owner_LE.shape
-        load_LR, used_LR = np.zeros((2, num_layers, num_ranks + 1), dtype=np.int64)
-        layer_N1 = self.layer_N[:, None]
-        load_LR[layer_N1, self.rank_NW] = self.load_NW
-        used_LR[layer_N1, self.rank_NW] = self.used_NW
-        kept_LE = np.zeros((num_layers, num_experts + 1), dtype=np.int64)
-        last = self.expert_NWS.shape[2] - self.num_slots
-        kept_LE[layer_N1[..., None], self.expert_NWS[..., :last]] = self.tokens_NWS[..., :last]
-        return load_LR[:, :-1], used_LR[:, :-1], kept_LE[:, :-1]
+    def load_by_rank(self, num_ranks: int) -> Int64Array:
+        """(L, R) tokens of each rank."""
+        load_LR = np.zeros((len(self.owner_LE), num_ranks + 1), dtype=np.int64)
+        load_LR[self.layer_N[:, None], self.rank_NW] = self.load_NW
+        return load_LR[:, :-1]
 
     def pack(self, expert_LMF: Int64Array, tokens_LMF: Int64Array) -> None:
         """Put instances on their node's emptiest rank with a free slot, one after the other.
@@ -122,19 +112,20 @@ class NodeSlots:
         tokens_FN = tokens_LMF.reshape(len(self.layer_N), -1).T
         owner_FN = self.owner_LE[self.layer_N, expert_FN]
         open_NW = np.where(self.used_NW < self.num_slots, self.load_NW, FULL)
-        start_N = np.arange(len(self.layer_N)) * open_NW.shape[1]
+        width, is_open = open_NW.shape[1], open_NW.reshape(-1)
+        load, used = self.load_NW.reshape(-1), self.used_NW.reshape(-1)
+        start_N = np.arange(len(self.layer_N)) * width
         for expert_N, tokens_N, owner_N in zip(expert_FN, tokens_FN, owner_FN, strict=True):
             is_held_NW = self.rank_NW == owner_N[:, None]
             for slot in range(-self.num_slots, 0):
                 is_held_NW |= self.expert_NWS[:, :, slot] == expert_N[:, None]
             free_NW = np.where(is_held_NW, FULL, open_NW)
-            to_N = free_NW.argmin(axis=1)
-            is_put_N = (free_NW.take(start_N + to_N) < FULL) & (tokens_N != EMPTY)
+            at_N = start_N + free_NW.argmin(axis=1)
+            is_put_N = (free_NW.take(at_N) < FULL) & (tokens_N != EMPTY)
             row = np.flatnonzero(is_put_N)
-            to = to_N[row]
-            self._put(row, to, expert_N[row], tokens_N[row])
-            is_open = self.used_NW[row, to] < self.num_slots
-            open_NW[row, to] = np.where(is_open, self.load_NW[row, to], FULL)
+            at = at_N[row]
+            self._put(at, expert_N[row], tokens_N[row])
+            is_open[at] = np.where(used[at] < self.num_slots, load[at], FULL)
             for lost in np.flatnonzero(~is_put_N & (tokens_N > 0)).tolist():
                 self._give_back(lost, int(expert_N[lost]), int(owner_N[lost]), int(tokens_N[lost]))
 
@@ -188,7 +179,7 @@ class NodeSlots:
             self.load_NW[to_row[old], taker[old]] += moved[old]
             at = at % self.expert_NWS.shape[2]
             self.tokens_NWS[to_row[old], taker[old], at[old]] += moved[old]
-            self._put(to_row[new], taker[new], expert[new], moved[new])
+            self._put((to_row * width + taker)[new], expert[new], moved[new])
             layer = layer[is_open]
 
     def _gift(self, from_row: Int64Array, to_row: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -226,6 +217,7 @@ class NodeSlots:
             target_L: (L,) int64, tokens that a rank may have.
         """
         num_layers, num_nodes, num_experts = near_LME.shape
+        width = self.load_NW.shape[1]
         is_full_NWS = self.expert_NWS != EMPTY
         held = np.nonzero(is_full_NWS)[0] * num_experts + self.expert_NWS[is_full_NWS]
         # What is left of a node's own tokens for an expert, and whether the node lacks it.
@@ -251,7 +243,7 @@ class NodeSlots:
             giver, to_row = (donor.row_LD[at, choice], donor.rank_LD[at, choice]), row_LM[at, node]
             np.subtract.at(self.load_NW, giver, moved)
             np.subtract.at(self.tokens_NWS, (*giver, donor.slot_LD[at, choice]), moved)
-            self._put(to_row, taker.rank_LM[at, node], expert, moved)
+            self._put(to_row * width + taker.rank_LM[at, node], expert, moved)
             np.add.at(unmet, giver[0] * num_experts + expert, moved)
             np.subtract.at(unmet, to_row * num_experts + expert, moved)
             is_lacking[to_row * num_experts + expert] = False
@@ -292,7 +284,7 @@ class NodeSlots:
         is_rank_NW = self.load_NW < FULL
         total_N = np.where(is_rank_NW, self.load_NW, 0).sum(axis=1)
         target_N = np.maximum(target_N, -(-total_N // is_rank_NW.sum(axis=1)))
-        row = np.arange(len(target_N))
+        row = np.flatnonzero((is_rank_NW & (self.used_NW < self.num_slots)).any(axis=1))
         while len(row):
             load = self.load_NW[row]
             donor = np.where(load < FULL, load, -1).argmax(axis=1)
@@ -315,17 +307,16 @@ class NodeSlots:
             )
             self.load_NW[row, donor] -= moved
             self.tokens_NWS[row, donor, slot] -= moved
-            self._put(row, to, expert, moved)
+            self._put(row * self.load_NW.shape[1] + to, expert, moved)
 
-    def _put(self, row: Int64Array, to: Int64Array, expert: Int64Array, tokens: Int64Array) -> None:
-        """Put an expert with tokens into a free slot of one rank of each of these rows."""
-        used = self.used_NW[row, to]
-        slot = self.expert_NWS.shape[2] - self.num_slots + used
-        self.expert_NWS[row, to, slot] = expert
-        self.tokens_NWS[row, to, slot] = tokens
-        self.used_NW[row, to] = used + 1
-        self.load_NW[row, to] += tokens
-        self.found.append(np.stack([self.layer_N[row], expert, self.rank_NW[row, to]]))
+    def _put(self, at: Int64Array, expert: Int64Array, tokens: Int64Array) -> None:
+        """Put an expert with tokens into a free slot of each of these ranks, row * W + column."""
+        used, num_all = self.used_NW.reshape(-1), self.expert_NWS.shape[2]
+        slot = at * num_all + num_all - self.num_slots + used[at]
+        self.expert_NWS.reshape(-1)[slot] = expert
+        self.tokens_NWS.reshape(-1)[slot] = tokens
+        used[at] += 1
+        self.load_NW.reshape(-1)[at] += tokens
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def test_filling_by_hand():
     slots = fill_by_node(load_LE, owner_LE, topology, 1, 1, np.array([30]))
     placed = [tuple(row) for row in slots.replicas()[:, 1:].tolist()]
     assert sorted(placed) == [(0, 1), (0, 2), (0, 3)]
-    assert slots.by_rank(4)[0].tolist() == [[30, 30, 30, 30]]
+    assert slots.load_by_rank(4).tolist() == [[30, 30, 30, 30]]
 
 
 @settings(max_examples=60, deadline=None)
@@ -98,12 +98,11 @@ def test_slots_keep_all_tokens(seed):
     target_L = -(-load_LE.sum(axis=1) // num_ranks)
     args = load_LE, owner_LE, topology, num_slots, int(rng.integers(1, 1000)), target_L
     for slots in (place_by_node(*args), place_by_node(*args, True), fill_by_node(*args)):
-        load_LR, used_LR, _ = slots.by_rank(num_ranks)
-        lost_L = load_LE.sum(axis=1) - load_LR.sum(axis=1)
+        lost_L = load_LE.sum(axis=1) - slots.load_by_rank(num_ranks).sum(axis=1)
         # Shares are rounded down.
         assert (lost_L >= 0).all()
         assert (lost_L <= num_experts * topology.num_nodes * num_slots).all()
-        assert used_LR.max() <= num_slots
+        assert slots.used_NW.max() <= num_slots
         slots_LRS = build_slots(owner_LE, slots.replicas(), num_ranks, num_slots)
         Plan(owner_LE=owner_LE.copy(), slot_expert_LRS=slots_LRS)
 
