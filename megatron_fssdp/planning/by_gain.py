@@ -32,6 +32,9 @@ LESS_TRAFFIC_WORTH = 100
 # than one part in this many. For others spares make the fewest replicas good enough, which cost
 # least time where few layers need them.
 FAR = 16
+# On more nodes than this a node has few tokens for any expert, and the ways in between take one
+# step or more for each node.
+MANY_NODES = 16
 # Targets tried when the wanted one cannot be met within the budget.
 TARGET_TRIES = 6
 # Steps of spreading with which plans are judged, and how near to the target they must be for it.
@@ -211,6 +214,8 @@ def _by_traffic(job: _Job, wanted_L: Int64Array, spare_tokens: int) -> Int64Arra
     found_N3 = np.zeros((0, 3), dtype=np.int64)
     for way, is_for_far in ways:
         layers = np.flatnonzero(reached_L > enough_L)
+        if is_for_far and job.topology.num_nodes > MANY_NODES:
+            continue
         if is_for_far and job.num_slots > 1:
             layers = np.flatnonzero(reached_L > enough_L + enough_L // FAR)
         if not len(layers):
