@@ -81,7 +81,6 @@ def materialize_by_gain(
         num_replica_slots,
         balanced_L[open_L],
         limit,
-        _owned_lists(owner_LE[open_L], num_ranks),
     )
     if spare_tokens is None:
         replicas_N3 = _fewest(job, job.balanced_L)[0]
@@ -102,7 +101,6 @@ class _Job:
         num_slots: replicas that fit on a rank.
         balanced_L: (L,) int64, tokens of the fullest rank that are good enough.
         limit: replicas of a layer.
-        owned_LR: the experts of each rank.
     """
 
     load_LE: Int64Array
@@ -111,7 +109,6 @@ class _Job:
     num_slots: int
     balanced_L: Int64Array
     limit: int
-    owned_LR: list[list[list[int]]]
 
     def part(self, layers: Int64Array) -> _Job:
         """Some of the layers."""
@@ -120,7 +117,6 @@ class _Job:
             load_LE=self.load_LE[layers],
             owner_LE=self.owner_LE[layers],
             balanced_L=self.balanced_L[layers],
-            owned_LR=[self.owned_LR[layer] for layer in layers.tolist()],
         )
 
 
@@ -137,6 +133,7 @@ def _fewest(job: _Job, wanted_L: Int64Array) -> tuple[Int64Array, Int64Array]:
     num_ranks = job.topology.num_ranks
     load_LR = sum_by_owner(job.load_LE, job.owner_LE, num_ranks)
     placed_LR = load_LR.copy()
+    owned_LR = _owned_lists(job.owner_LE, num_ranks)
     codes: list[int] = []
     count_L: list[int] = []
     for layer, (load_E, load_R, wanted) in enumerate(
@@ -144,7 +141,7 @@ def _fewest(job: _Job, wanted_L: Int64Array) -> tuple[Int64Array, Int64Array]:
     ):
         free_R = [job.num_slots] * num_ranks
         placed, placed_R = _materialize_layer(
-            load_E, job.owned_LR[layer], load_R, free_R, wanted, job.limit
+            load_E, owned_LR[layer], load_R, free_R, wanted, job.limit
         )
         codes += placed
         count_L.append(len(placed))
