@@ -173,7 +173,7 @@ def time_rows() -> list[Row]:
     rows = []
     for name, spare_tokens in ((OURS, 1), (OURS_FEWEST, None)):
         settings = PlanSettings(spare_tokens=spare_tokens)
-        plan_ms = best_ms(partial(plan_layers, load_LE, owner_LE, topology, settings), 15)
+        plan_ms = best_ms(partial(plan_layers, load_LE, owner_LE, topology, settings), 60)
         plan = plan_layers(load_LE, owner_LE, topology, settings).layer(0)
         tables_ms = best_ms(partial(_rebuild, plan, topology), 10)
         quota_EI = balance(counts_RE, plan, topology.node_of_rank)

@@ -108,8 +108,8 @@ class NodeSlots:
             expert_LMF: (L, M, F) int64, experts that each node gets, in this order.
             tokens_LMF: (L, M, F) int64, tokens that come with each; EMPTY: there is none.
         """
-        expert_FN = expert_LMF.reshape(len(self.layer_N), -1).T
-        tokens_FN = tokens_LMF.reshape(len(self.layer_N), -1).T
+        expert_FN = np.ascontiguousarray(expert_LMF.reshape(len(self.layer_N), -1).T)
+        tokens_FN = np.ascontiguousarray(tokens_LMF.reshape(len(self.layer_N), -1).T)
         owner_FN = self.owner_LE[self.layer_N, expert_FN]
         open_NW = np.where(self.used_NW < self.num_slots, self.load_NW, FULL)
         width, is_open = open_NW.shape[1], open_NW.reshape(-1)
