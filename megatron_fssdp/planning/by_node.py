@@ -112,7 +112,7 @@ def _excess(load_LE: Int64Array, owner_LE: Int64Array, num_ranks: int) -> Int64A
     mean_L = load_LE.sum(axis=1) // num_ranks
     most_L1 = (mean_L - mean_L // LIGHTER)[:, None]
     # Owner, tokens and expert as one number: several times faster than to sort places.
-    num_layers, num_experts = load_LE.shape
+    num_experts = load_LE.shape[1]
     expert_bits, bits = (num_experts - 1).bit_length(), int(load_LE.max()).bit_length()
     key_LE = (((owner_LE << bits) | load_LE) << expert_bits) | np.arange(num_experts)
     key_LE.sort(axis=1)
@@ -124,10 +124,10 @@ def _excess(load_LE: Int64Array, owner_LE: Int64Array, num_ranks: int) -> Int64A
     is_first_LE[:, 1:] = owner_LE[:, 1:] != owner_LE[:, :-1]
     # Without what was summed before the owner's first expert.
     before_LE = np.maximum.accumulate(np.where(is_first_LE, sum_LE - sorted_LE, 0), axis=1)
-    excess_LE = np.empty_like(load_LE)
-    excess_LE[np.arange(num_layers)[:, None], expert_LE] = np.clip(
-        sum_LE - before_LE - most_L1, 0, sorted_LE
-    )
+    over_LE = np.minimum(sum_LE - before_LE - most_L1, sorted_LE)
+    layer, place = np.nonzero(over_LE > 0)
+    excess_LE = np.zeros_like(load_LE)
+    excess_LE[layer, expert_LE[layer, place]] = over_LE[layer, place]
     return excess_LE
 
 
@@ -240,6 +240,7 @@ def _rank_by_worth(
     num_slots: int,
     least_tokens: int,
 ) -> _Ranked:
+    """Rank what each node could get by worth per token; arguments as `place_by_node` has them."""
     most, width = int(size_M.max()) * num_slots, int(size_M.max())
     hottest_LK = descending(load_LE)[:, : most + REACH * most // len(size_M) + 4]
     home_LK = topology.node_R[np.take_along_axis(owner_LE, hottest_LK, axis=1)]
@@ -251,12 +252,14 @@ def _rank_by_worth(
     place_C = np.concatenate([np.arange(count) for count in copies])
     number_C = np.repeat(np.arange(1, len(copies) + 1), copies)
     near_LMC, is_home_LMC = near_LMK[:, :, place_C], is_home_LMK[:, :, place_C]
-    worth_LMC = near_LMC * LEVEL_WORTH // (number_C + is_home_LMC)
-    worth_LMC[worth_LMC < LEVEL_WORTH * least_tokens // NEAR_SPEED] = 0
-    worth_LMC[number_C + is_home_LMC > size_M[:, None]] = 0
-    is_fresh_LMC = ~is_home_LMC & (number_C == 1)
-    worth_LMC[is_fresh_LMC] = near_LMC[is_fresh_LMC] * FRESH_WORTH
-    worth_LMC[~is_home_LMC & (near_LMC < least_tokens)] = 0
+    count_LMC = number_C + is_home_LMC
+    worth_LMC = near_LMC * LEVEL_WORTH // count_LMC
+    is_fresh_LMC = count_LMC == 1
+    is_worth_LMC = worth_LMC >= LEVEL_WORTH * least_tokens // NEAR_SPEED
+    is_worth_LMC &= count_LMC <= size_M[:, None]
+    is_worth_LMC |= is_fresh_LMC
+    is_worth_LMC &= is_home_LMC | (near_LMC >= least_tokens)
+    worth_LMC = np.where(is_fresh_LMC, near_LMC * FRESH_WORTH, worth_LMC) * is_worth_LMC
     worth = worth_LMC.reshape(-1, len(place_C))
     order = descending(worth)[:, :most]
     is_taken = np.take_along_axis(worth, order, axis=1) > 0
