@@ -10,7 +10,8 @@ over the mean. Bytes are those between nodes of 8 ranks, tokens and replicas tog
 backward, in layers of DeepSeek-V3's size; the ratio is against the rival that sends least among
 those whose balance is within 0.01 of ours. Cells that a rival wins are counted again with owners
 swapped once after the first loads ("re-sharded": rivals that move experts do so every time), and
-with the placement corrected for the true counts ("calibrated"). All times are of one core.
+with the placement corrected for the true counts ("calibrated"); a table says why they are lost.
+All times are of one core.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+from planner_cells import LOST_BY
 from planner_rows import (
     Row,
     calibration_rows,
@@ -37,9 +39,6 @@ from planner_rows import (
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-
-# A cell is lost if a rival's fullest rank has fewer tokens by more than this part of the mean.
-LOST_BY = 0.001
 
 
 def load_kind(load: str) -> str:
@@ -95,6 +94,44 @@ def summarize_traffic(rows: list[Row]) -> Row:
     }
 
 
+def summarize_reasons(rows: list[Row]) -> list[Row]:
+    """Count the cells that rivals win by the first reason that explains all winners."""
+    found: list[Row] = []
+    lost = [row for row in rows if row["lost_why"]]
+    what = f"a rival is better balanced by {LOST_BY}: {len(lost)} of {len(rows)} cells"
+    for why in sorted({row["lost_why"] for row in lost}):
+        group = [row for row in lost if row["lost_why"] == why]
+        better = {
+            name: sum(row[f"{name}_mean"] <= row["rival_mean"] + LOST_BY for row in group)
+            for name in ("resharded", "calibrated")
+        }
+        found.append(
+            {
+                "what": what,
+                "planner": why,
+                "value": f"{len(group)} cells (not lost if re-sharded {better['resharded']},"
+                f" calibrated {better['calibrated']})",
+                "ideal": "0",
+                "count": len(group),
+            }
+        )
+    comparable = [row for row in rows if row["bytes_ratio"]]
+    more = [row for row in comparable if row["bytes_why"]]
+    for why in sorted({row["bytes_why"] for row in more}):
+        group = [row for row in more if row["bytes_why"] == why]
+        found.append(
+            {
+                "what": f"a rival sends less by 1 %: {len(more)} of {len(comparable)} cells",
+                "planner": why,
+                "value": f"{len(group)} cells, worst"
+                f" {max(row['bytes_ratio'] for row in group):.2f}",
+                "ideal": "0",
+                "count": len(group),
+            }
+        )
+    return found
+
+
 def print_table(console: Console, rows: Iterable[Row]) -> None:
     """Print all rows as one table."""
     table = Table(title="planner", header_style="bold", pad_edge=False)
@@ -118,11 +155,12 @@ def print_lost(console: Console, rows: list[Row]) -> None:
             console.print(
                 f"lost: {cell}: {row['mean']:.4f}, {row['best_rival']} {row['rival_mean']:.4f}"
                 f" (re-sharded {row['resharded_mean']:.4f}, calibrated"
-                f" {row['calibrated_mean']:.4f})"
+                f" {row['calibrated_mean']:.4f}): {row['lost_why']}"
             )
         if row["bytes_ratio"] and row["bytes_ratio"] > 1.01:
             console.print(
-                f"more bytes: {cell}: {row['bytes_ratio']:.2f} times {row['bytes_rival']}'s"
+                f"more bytes: {cell}: {row['bytes_ratio']:.2f} times {row['bytes_rival']}'s:"
+                f" {row['bytes_why']}"
             )
 
 
@@ -142,6 +180,7 @@ def main() -> None:
     cells = cell_rows(iterations, slots, args.quick)
     rows += summarize_cells(cells)
     rows.append(summarize_traffic(cells))
+    rows += summarize_reasons(cells)
     rows += training_rows()
     rows += stale_rows(2 if args.quick else 8)
     rows += calibration_rows(5 if args.quick else 40)

@@ -13,15 +13,12 @@ from typing import Any
 
 import numpy as np
 from planner_cells import (
-    CALIBRATED,
     OURS,
     OURS_FEWEST,
     RANKS_PER_NODE,
-    RESHARDED,
     WARM_UP,
-    Cell,
-    Result,
     cells,
+    compare,
     plans,
     run_cell,
 )
@@ -44,8 +41,6 @@ from megatron_fssdp.simulation.loads import (
 )
 
 TRAINING_LOADS = Path(__file__).parent / "data" / "training_loads.npz"
-# Two balances, or two amounts of bytes, are equal within this.
-EQUAL = 0.01
 Row = dict[str, Any]
 
 
@@ -84,37 +79,8 @@ def cell_rows(num_iterations: int, slots: tuple[int, ...], quick: bool) -> list[
     for number, cell in enumerate(cells(slots)):
         if quick and number % 7:
             continue
-        results = run_cell(cell, num_iterations)
-        rows.append(_compare(cell, results))
+        rows.append(compare(cell, *run_cell(cell, num_iterations)))
     return rows
-
-
-def _compare(cell: Cell, results: dict[str, Result]) -> Row:
-    mean = {name: float(np.mean(result.balance)) for name, result in results.items()}
-    far = {name: float(np.mean(result.far_bytes)) for name, result in results.items()}
-    best = min(BASELINES, key=lambda name: mean[name])
-    equal = [name for name in BASELINES if mean[name] <= mean[OURS] + EQUAL]
-    least = min(equal, key=lambda name: far[name]) if equal else None
-    return {
-        "load": cell.load,
-        "experts": cell.num_experts,
-        "ranks": cell.num_ranks,
-        "slots": cell.num_slots,
-        "mean": mean[OURS],
-        "p95": float(np.quantile(results[OURS].balance, 0.95)),
-        "values": results[OURS].balance,
-        "fewest_mean": mean[OURS_FEWEST],
-        "calibrated_mean": mean[CALIBRATED],
-        "resharded_mean": mean[RESHARDED],
-        "copies": float(np.mean(results[OURS].copies)),
-        "fewest_copies": float(np.mean(results[OURS_FEWEST].copies)),
-        "most_sent": max(results[OURS].most_sent),
-        "best_rival": best,
-        "rival_mean": mean[best],
-        "bytes_rival": least,
-        "bytes_ratio": far[OURS] / far[least] if least and far[least] else None,
-        "all": mean,
-    }
 
 
 def stale_rows(num_iterations: int) -> list[Row]:
@@ -207,7 +173,7 @@ def time_rows() -> list[Row]:
     rows = []
     for name, spare_tokens in ((OURS, 1), (OURS_FEWEST, None)):
         settings = PlanSettings(spare_tokens=spare_tokens)
-        plan_ms = best_ms(partial(plan_layers, load_LE, owner_LE, topology, settings), 15)
+        plan_ms = best_ms(partial(plan_layers, load_LE, owner_LE, topology, settings), 60)
         plan = plan_layers(load_LE, owner_LE, topology, settings).layer(0)
         tables_ms = best_ms(partial(_rebuild, plan, topology), 10)
         quota_EI = balance(counts_RE, plan, topology.node_of_rank)

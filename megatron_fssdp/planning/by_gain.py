@@ -2,20 +2,21 @@
 
 """Our materialization: replicas where they save most, for all layers of a model.
 
-Two ways are tried for each layer. Node by node (`by_node`), which sends least: replicas keep tokens
-on their node or cost no network. Where that leaves a rank too full, the fewest replicas that
-balance the layer (`gain`), and spares in the slots that are left (`spares`). A layer that owners
-alone balance gets none.
+Ways are tried for each layer, those that send least first, until one balances it. Node by node
+(`by_node`): replicas keep tokens on their node or cost no network. Then replicas that level all
+ranks, each where it keeps most tokens (`NodeSlots.fill`), or the fewest that do (`gain`); spares
+(`spares`) fill the slots that are left. A layer that owners alone balance gets none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_fssdp.planning.arrays import sum_by_owner
-from megatron_fssdp.planning.by_node import can_level, place_by_node
+from megatron_fssdp.planning.by_node import fill_by_node, place_by_node
 from megatron_fssdp.planning.estimate import estimate
 from megatron_fssdp.planning.gain import place_codes
 from megatron_fssdp.planning.plan import Int64Array
@@ -25,13 +26,19 @@ from megatron_fssdp.planning.topology import Topology
 # With spares, replicas first aim at this tolerance if the wanted one is looser: slots are filled
 # anyway, and ranks that end nearer the mean stand more drift.
 SPARE_TOLERANCE = 0.003
-# Where neither way balances a layer, node by node sends less: it may leave the fullest rank fuller,
-# by one part in this many.
+# A later way sends more: it must leave the fullest rank emptier by one part in this many.
 LESS_TRAFFIC_WORTH = 100
+# With several slots a rank, a layer is far from balanced if its fullest rank is too full by more
+# than one part in this many. For others spares make the fewest replicas good enough, which cost
+# least time where few layers need them.
+FAR = 16
+# On more nodes than this a node has few tokens for any expert, and the ways in between take one
+# step or more for each node.
+MANY_NODES = 16
 # Targets tried when the wanted one cannot be met within the budget.
 TARGET_TRIES = 6
 # Steps of spreading with which plans are judged, and how near to the target they must be for it.
-ROUNDS = ((8, 1e9), (32, 1.06))
+ROUNDS = ((8, 1e9), (16, 1.06))
 
 
 def materialize_by_gain(
@@ -74,7 +81,6 @@ def materialize_by_gain(
         num_replica_slots,
         balanced_L[open_L],
         limit,
-        _owned_lists(owner_LE[open_L], num_ranks),
     )
     if spare_tokens is None:
         replicas_N3 = _fewest(job, job.balanced_L)[0]
@@ -95,7 +101,6 @@ class _Job:
         num_slots: replicas that fit on a rank.
         balanced_L: (L,) int64, tokens of the fullest rank that are good enough.
         limit: replicas of a layer.
-        owned_LR: the experts of each rank.
     """
 
     load_LE: Int64Array
@@ -104,7 +109,6 @@ class _Job:
     num_slots: int
     balanced_L: Int64Array
     limit: int
-    owned_LR: list[list[list[int]]]
 
     def part(self, layers: Int64Array) -> _Job:
         """Some of the layers."""
@@ -113,7 +117,6 @@ class _Job:
             load_LE=self.load_LE[layers],
             owner_LE=self.owner_LE[layers],
             balanced_L=self.balanced_L[layers],
-            owned_LR=[self.owned_LR[layer] for layer in layers.tolist()],
         )
 
 
@@ -130,6 +133,7 @@ def _fewest(job: _Job, wanted_L: Int64Array) -> tuple[Int64Array, Int64Array]:
     num_ranks = job.topology.num_ranks
     load_LR = sum_by_owner(job.load_LE, job.owner_LE, num_ranks)
     placed_LR = load_LR.copy()
+    owned_LR = _owned_lists(job.owner_LE, num_ranks)
     codes: list[int] = []
     count_L: list[int] = []
     for layer, (load_E, load_R, wanted) in enumerate(
@@ -137,7 +141,7 @@ def _fewest(job: _Job, wanted_L: Int64Array) -> tuple[Int64Array, Int64Array]:
     ):
         free_R = [job.num_slots] * num_ranks
         placed, placed_R = _materialize_layer(
-            load_E, job.owned_LR[layer], load_R, free_R, wanted, job.limit
+            load_E, owned_LR[layer], load_R, free_R, wanted, job.limit
         )
         codes += placed
         count_L.append(len(placed))
@@ -197,44 +201,78 @@ def _only(replicas_N3: Int64Array, layers: Int64Array, num_layers: int) -> Int64
 
 
 def _by_traffic(job: _Job, wanted_L: Int64Array, spare_tokens: int) -> Int64Array:
-    """Fill slots node by node; where that does not balance, the fewest replicas, then spares."""
-    num_layers, num_ranks = len(wanted_L), job.topology.num_ranks
-    args = job.topology, job.num_slots, spare_tokens
-    is_open_L = can_level(job.load_LE, job.owner_LE, *args, job.balanced_L)
-    is_open_L &= job.limit >= num_ranks * job.num_slots
+    """Try the `WAYS`, one after the other, until a layer is balanced. Returns (N, 3) replicas."""
+    ways = WAYS
+    if job.limit < job.topology.num_ranks * job.num_slots:
+        ways = WAYS[-1:]
+    num_layers, is_one_node = len(wanted_L), job.topology.num_nodes == 1
+    enough_L = wanted_L if is_one_node else job.balanced_L
     reached_L = np.full(num_layers, 1 << 62)
-    by_node_N3 = np.zeros((0, 3), dtype=np.int64)
-    for levels_last in (False, True):
-        layers = np.flatnonzero(is_open_L & (reached_L > job.balanced_L))
+    found_N3 = np.zeros((0, 3), dtype=np.int64)
+    for way, is_for_far in ways:
+        layers = np.flatnonzero(reached_L > enough_L)
+        if is_for_far and job.topology.num_nodes > MANY_NODES:
+            continue
+        if is_for_far and job.num_slots > 1:
+            layers = np.flatnonzero(reached_L > enough_L + enough_L // FAR)
         if not len(layers):
-            break
-        part = job.part(layers)
-        slots = place_by_node(part.load_LE, part.owner_LE, *args, wanted_L[layers], levels_last)
-        part_N3 = slots.replicas()
-        fullest_L = _judge(part, part_N3, slots.by_rank(num_ranks)[0].max(axis=1))
-        part_N3[:, 0] = layers[part_N3[:, 0]]
+            continue
+        rows_N3, fullest_L = way(job.part(layers), wanted_L[layers], spare_tokens)
+        before_L = reached_L[layers]
+        least_L = np.where(is_one_node, 1, before_L // LESS_TRAFFIC_WORTH)
         is_better_L = np.zeros(num_layers, dtype=bool)
-        is_better_L[layers] = fullest_L < reached_L[layers]
-        reached_L[layers] = np.minimum(fullest_L, reached_L[layers])
-        by_node_N3 = np.concatenate(
-            [by_node_N3[~is_better_L[by_node_N3[:, 0]]], part_N3[is_better_L[part_N3[:, 0]]]]
+        is_better_L[layers] = fullest_L <= before_L - least_L
+        reached_L[is_better_L] = fullest_L[is_better_L[layers]]
+        rows_N3[:, 0] = layers[rows_N3[:, 0]]
+        found_N3 = np.concatenate(
+            [found_N3[~is_better_L[found_N3[:, 0]]], rows_N3[is_better_L[rows_N3[:, 0]]]]
         )
-    rest_L = np.flatnonzero(reached_L > job.balanced_L)
-    if not len(rest_L):
-        return by_node_N3
-    rest = job.part(rest_L)
-    fewest_N3, placed_LR = _fewest(rest, wanted_L[rest_L])
-    is_better_L = np.zeros(num_layers, dtype=bool)
-    gain_L = reached_L[rest_L] // LESS_TRAFFIC_WORTH
-    is_better_L[rest_L] = placed_LR.max(axis=1) <= reached_L[rest_L] - gain_L
-    with_spares_N3 = _with_spares(rest, fewest_N3, placed_LR, spare_tokens)
-    with_spares_N3[:, 0] = rest_L[with_spares_N3[:, 0]]
-    return np.concatenate(
-        [
-            by_node_N3[~is_better_L[by_node_N3[:, 0]]],
-            with_spares_N3[is_better_L[with_spares_N3[:, 0]]],
-        ]
-    )
+    return found_N3
+
+
+def _keep_near(
+    job: _Job, wanted_L: Int64Array, spare_tokens: int, levels_last: bool = False
+) -> tuple[Int64Array, Int64Array]:
+    """Node by node: first what keeps most tokens near."""
+    args = job.load_LE, job.owner_LE, job.topology, job.num_slots, spare_tokens, wanted_L
+    slots = place_by_node(*args, levels_last)
+    replicas_N3 = slots.replicas()
+    reached_L = slots.load_by_rank(job.topology.num_ranks).max(axis=1)
+    return replicas_N3, _judge(job, replicas_N3, reached_L)
+
+
+def _level_too(job: _Job, wanted_L: Int64Array, spare_tokens: int) -> tuple[Int64Array, Int64Array]:
+    """Node by node, with half of the slots for levelling."""
+    return _keep_near(job, wanted_L, spare_tokens, levels_last=True)
+
+
+def _fill(job: _Job, wanted_L: Int64Array, spare_tokens: int) -> tuple[Int64Array, Int64Array]:
+    """Level all ranks, each replica where it keeps most tokens near; then spares."""
+    args = job.load_LE, job.owner_LE, job.topology, job.num_slots, spare_tokens, wanted_L
+    slots = fill_by_node(*args)
+    placed_LR = slots.load_by_rank(job.topology.num_ranks)
+    fullest_L = _judge(job, slots.replicas(), placed_LR.max(axis=1))
+    return _with_spares(job, slots.replicas(), placed_LR, spare_tokens), fullest_L
+
+
+def _fewest_and_spares(
+    job: _Job, wanted_L: Int64Array, spare_tokens: int
+) -> tuple[Int64Array, Int64Array]:
+    """The fewest replicas that balance; then spares."""
+    replicas_N3, placed_LR = _fewest(job, wanted_L)
+    return _with_spares(job, replicas_N3, placed_LR, spare_tokens), placed_LR.max(axis=1)
+
+
+# Each takes layers, the tokens of the fullest rank that are wanted, and those that a replica must
+# keep on a node that lacked the expert; and returns (N, 3) replicas and the (L,) tokens reached.
+Way = Callable[[_Job, Int64Array, int], tuple[Int64Array, Int64Array]]
+# The ways in their order, and whether they are only for layers that are far from balanced.
+WAYS: tuple[tuple[Way, bool], ...] = (
+    (_keep_near, False),
+    (_level_too, True),
+    (_fill, True),
+    (_fewest_and_spares, False),
+)
 
 
 def _free_slots(free_LR: Int64Array, replicas_N3: Int64Array, limit: int) -> Int64Array:

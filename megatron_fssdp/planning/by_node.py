@@ -5,9 +5,11 @@
 Each node chooses for its free slots by tokens. The first instance of an expert on a node keeps
 the node's tokens for it there, which saves network; it must save more bytes than its weights cost
 to cross the network. A further instance on a node that has the expert already costs no network and
-saves none: it only levels the node's ranks, and is worth less per token (`LEVEL_WORTH`). Where all
-nodes hold their hot experts, each has about its own tokens to compute, so that levelling nodes one
-by one levels all ranks. It need not: the caller checks (`estimate`) and has another way.
+saves none: it only levels the node's ranks, and is worth less per token (`LEVEL_WORTH`). Before
+both come experts that their owner cannot keep: if no node takes them for their tokens, the owner's
+node does. Where all nodes hold their hot experts, each has about its own tokens to compute, so that
+levelling nodes one by one levels all ranks. It need not: the caller checks (`estimate`) and has
+another way.
 
 All layers at once, in whole-array steps: this is called for every layer of a model.
 """
@@ -20,7 +22,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from megatron_fssdp.planning.arrays import descending, sum_by_owner
+from megatron_fssdp.planning.arrays import descending
 from megatron_fssdp.planning.node_slots import NodeSlots
 from megatron_fssdp.planning.plan import EMPTY, Int64Array
 from megatron_fssdp.planning.topology import Topology
@@ -35,8 +37,14 @@ LEVEL_WORTH = 3
 NEAR_SPEED = 8
 # More new instances of one expert on one node than this are not considered.
 MOST_OF_ONE = 4
-# Experts are looked for among this many times a node's free slots, hottest first, and a few more.
+# Experts are looked for among the hottest: as many as a node has free slots, this many times those
+# that are at home on it, and a few more.
 REACH = 2
+# An expert counts as replicated if it is among a node's replicas without the last one in this many,
+# which may have to make room.
+MARGIN = 4
+# What an owner alone computes should be less than the mean by one part in this many: loads drift.
+LIGHTER = 16
 
 
 def place_by_node(
@@ -65,13 +73,26 @@ def place_by_node(
         The slots.
     """
     size_M = np.bincount(topology.node_R)
+    room_M = size_M * num_slots
     ranked = _rank_by_worth(load_LE, owner_LE, topology, size_M, num_slots, least_tokens)
     first = ranked
     if levels_last:
-        room_M = size_M * num_slots
-        first = ranked.only_first(room_M - np.minimum(size_M - 1, room_M // 2))
+        first = replace(ranked, is_taken_LMF=ranked.is_taken_LMF & ranked.is_fresh_LMF)
+        first = first.only(room_M - np.minimum(size_M - 1, room_M // 2))
+    excess_LE = _excess(load_LE, owner_LE, topology.num_ranks)
+    excess_LE[first.only(room_M - room_M // MARGIN).experts(load_LE.shape)] = 0
+    # A node of one rank has no other rank to level with.
+    leaving_LMG = _by_home(excess_LE, topology.node_R[owner_LE], np.where(size_M > 1, room_M, 0))
+    is_leaving_LMG = leaving_LMG != EMPTY
+    first = first.only(room_M - is_leaving_LMG.sum(axis=2))
     tokens_LMK = first.tokens(load_LE)
-    slots = NodeSlots.build(first.kept(load_LE, tokens_LMK), owner_LE, topology, size_M, num_slots)
+    kept_LE = first.kept(load_LE, tokens_LMK)
+    layer = np.nonzero(is_leaving_LMG)[0]
+    given_LMG = np.full(leaving_LMG.shape, EMPTY)
+    given_LMG[is_leaving_LMG] = kept_LE[layer, leaving_LMG[is_leaving_LMG]] // 2
+    kept_LE[layer, leaving_LMG[is_leaving_LMG]] -= given_LMG[is_leaving_LMG]
+    slots = NodeSlots.build(kept_LE, owner_LE, topology, size_M, num_slots)
+    slots.pack(leaving_LMG, given_LMG)
     slots.pack(*first.chosen(tokens_LMK))
     slots.level_nodes(target_L)
     slots.level(np.repeat(target_L, len(size_M)))
@@ -83,30 +104,65 @@ def place_by_node(
     return slots
 
 
-def can_level(
+def _excess(load_LE: Int64Array, owner_LE: Int64Array, num_ranks: int) -> Int64Array:
+    """(L, E) tokens of each expert that must leave its owner for it to stand some drift.
+
+    Of each owner the hottest experts must go, until the rest is light enough.
+    """
+    mean_L = load_LE.sum(axis=1) // num_ranks
+    most_L1 = (mean_L - mean_L // LIGHTER)[:, None]
+    # Owner, tokens and expert as one number: several times faster than to sort places.
+    num_experts = load_LE.shape[1]
+    expert_bits, bits = (num_experts - 1).bit_length(), int(load_LE.max()).bit_length()
+    key_LE = (((owner_LE << bits) | load_LE) << expert_bits) | np.arange(num_experts)
+    key_LE.sort(axis=1)
+    expert_LE = key_LE & ((1 << expert_bits) - 1)
+    sorted_LE = (key_LE >> expert_bits) & ((1 << bits) - 1)
+    owner_LE = key_LE >> (expert_bits + bits)
+    sum_LE = np.cumsum(sorted_LE, axis=1)
+    is_first_LE = np.ones(load_LE.shape, dtype=bool)
+    is_first_LE[:, 1:] = owner_LE[:, 1:] != owner_LE[:, :-1]
+    # Without what was summed before the owner's first expert.
+    before_LE = np.maximum.accumulate(np.where(is_first_LE, sum_LE - sorted_LE, 0), axis=1)
+    over_LE = np.minimum(sum_LE - before_LE - most_L1, sorted_LE)
+    layer, place = np.nonzero(over_LE > 0)
+    excess_LE = np.zeros_like(load_LE)
+    excess_LE[layer, expert_LE[layer, place]] = over_LE[layer, place]
+    return excess_LE
+
+
+def _by_home(load_LE: Int64Array, home_LE: Int64Array, room_M: Int64Array) -> Int64Array:
+    """(L, M, G) int64 experts by the node of their owner, most tokens first; EMPTY: no more."""
+    num_layers, num_nodes = len(load_LE), len(room_M)
+    layer, expert = np.nonzero(load_LE)
+    row = layer * num_nodes + home_LE[layer, expert]
+    order = np.lexsort((-load_LE[layer, expert], row))
+    row, expert = row[order], expert[order]
+    count = np.bincount(row, minlength=num_layers * num_nodes)
+    place = np.arange(len(row)) - (np.cumsum(count) - count)[row]
+    fits = place < room_M[row % num_nodes]
+    result = np.full((len(count), min(int(count.max()), int(room_M.max()))), EMPTY)
+    result[row[fits], place[fits]] = expert[fits]
+    return result.reshape(num_layers, num_nodes, -1)
+
+
+def fill_by_node(
     load_LE: Int64Array,
     owner_LE: Int64Array,
     topology: Topology,
     num_slots: int,
     least_tokens: int,
     target_L: Int64Array,
-) -> BoolArray:
-    """(L,) whether `place_by_node` has a chance to level a layer.
+) -> NodeSlots:
+    """Level all ranks with replicas on the nodes that have most tokens for them.
 
-    Not so where there are more experts to keep near than a node has slots, and owners have too
-    much even without the hottest ones. A quick look, which saves the attempt.
+    For slots that are too few for what `place_by_node` wants. Arguments as there.
     """
-    size = int(np.bincount(topology.node_R).max())
-    most = size * num_slots
-    if num_slots == 1 or topology.num_nodes == 1 or most >= load_LE.shape[1]:
-        return np.ones(len(load_LE), dtype=bool)
-    # The tokens of the hottest expert for which no node has a slot.
-    place = load_LE.shape[1] - most - 1
-    next_L = np.partition(load_LE, place, axis=1)[:, place]
-    left_LE = np.where(load_LE > next_L[:, None], 0, load_LE)
-    kept_LR = sum_by_owner(left_LE, owner_LE, topology.num_ranks)
-    is_scarce_L = next_L * size // topology.num_ranks >= least_tokens
-    return ~(is_scarce_L & (kept_LR.max(axis=1) > target_L))
+    size_M = np.bincount(topology.node_R)
+    near_LME = load_LE[:, None] * size_M[:, None] // topology.num_ranks
+    slots = NodeSlots.build(load_LE, owner_LE, topology, size_M, num_slots)
+    slots.fill(near_LME, least_tokens, target_L)
+    return slots
 
 
 @dataclass(frozen=True)
@@ -129,10 +185,17 @@ class _Ranked:
     is_taken_LMF: BoolArray
     is_fresh_LMF: BoolArray
 
-    def only_first(self, limit_M: Int64Array) -> _Ranked:
-        """Leave only instances that are new on their node, and of those a number a node."""
-        is_early_LMF = np.arange(self.place_LMF.shape[2]) < limit_M[:, None]
-        return replace(self, is_taken_LMF=self.is_taken_LMF & self.is_fresh_LMF & is_early_LMF)
+    def only(self, limit_LM: Int64Array) -> _Ranked:
+        """Leave the first instances of each node, (L, M) or (M,) of them."""
+        is_early_LMF = np.arange(self.place_LMF.shape[2]) < limit_LM[..., None]
+        return replace(self, is_taken_LMF=self.is_taken_LMF & is_early_LMF)
+
+    def experts(self, shape: tuple[int, ...]) -> BoolArray:
+        """(L, E) whether some node gets an instance."""
+        layer, node, place = np.nonzero(self.is_taken_LMF)
+        is_taken_LE = np.zeros(shape, dtype=bool)
+        is_taken_LE[layer, self.hottest_LK[layer, self.place_LMF[layer, node, place]]] = True
+        return is_taken_LE
 
     @cached_property
     def count_LMK(self) -> Int64Array:
@@ -177,32 +240,39 @@ def _rank_by_worth(
     num_slots: int,
     least_tokens: int,
 ) -> _Ranked:
+    """Rank what each node could get by worth per token; arguments as `place_by_node` has them."""
     most, width = int(size_M.max()) * num_slots, int(size_M.max())
-    hottest_LK = descending(load_LE)[:, : REACH * most + 4]
+    hottest_LK = descending(load_LE)[:, : most + REACH * most // len(size_M) + 4]
     home_LK = topology.node_R[np.take_along_axis(owner_LE, hottest_LK, axis=1)]
     is_home_LMK = home_LK[:, None] == np.arange(len(size_M))[:, None]
     load_LK = np.take_along_axis(load_LE, hottest_LK, axis=1)
     near_LMK = load_LK[:, None] * size_M[:, None] // topology.num_ranks
-    copies = min(MOST_OF_ONE, width)
-    # Column j: the worth of the new instance number j, from 0.
-    number_LMKJ = np.arange(1, copies + 1) + is_home_LMK[..., None]
-    worth_LMKJ = near_LMK[..., None] * LEVEL_WORTH // number_LMKJ
-    worth_LMKJ[number_LMKJ > size_M[:, None, None]] = 0
-    worth_LMKJ[worth_LMKJ < LEVEL_WORTH * least_tokens // NEAR_SPEED] = 0
-    worth_LMKJ[..., 0] = np.where(is_home_LMK, worth_LMKJ[..., 0], near_LMK * FRESH_WORTH)
-    worth_LMKJ[~is_home_LMK & (near_LMK < least_tokens)] = 0
-    worth = worth_LMKJ.reshape(-1, hottest_LK.shape[1] * copies)
+    # A column for each new instance of an expert on a node: of hotter ones up to `MOST_OF_ONE`.
+    copies = [hottest_LK.shape[1] // number for number in range(1, min(MOST_OF_ONE, width) + 1)]
+    place_C = np.concatenate([np.arange(count) for count in copies])
+    number_C = np.repeat(np.arange(1, len(copies) + 1), copies)
+    near_LMC, is_home_LMC = near_LMK[:, :, place_C], is_home_LMK[:, :, place_C]
+    count_LMC = number_C + is_home_LMC
+    worth_LMC = near_LMC * LEVEL_WORTH // count_LMC
+    is_fresh_LMC = count_LMC == 1
+    is_worth_LMC = worth_LMC >= LEVEL_WORTH * least_tokens // NEAR_SPEED
+    is_worth_LMC &= count_LMC <= size_M[:, None]
+    is_worth_LMC |= is_fresh_LMC
+    is_worth_LMC &= is_home_LMC | (near_LMC >= least_tokens)
+    worth_LMC = np.where(is_fresh_LMC, near_LMC * FRESH_WORTH, worth_LMC) * is_worth_LMC
+    worth = worth_LMC.reshape(-1, len(place_C))
     order = descending(worth)[:, :most]
     is_taken = np.take_along_axis(worth, order, axis=1) > 0
     shape = (*is_home_LMK.shape[:2], order.shape[1])
     is_taken_LMF = is_taken.reshape(shape)
     is_taken_LMF &= np.arange(shape[2]) < (size_M * num_slots)[:, None]
-    place_LMF = (order // copies).reshape(shape)
+    place_LMF = place_C[order].reshape(shape)
+    is_first_LMF = (number_C == 1)[order].reshape(shape)
     return _Ranked(
         hottest_LK,
         is_home_LMK,
         near_LMK,
         place_LMF,
         is_taken_LMF,
-        (order % copies == 0).reshape(shape) & ~np.take_along_axis(is_home_LMK, place_LMF, axis=2),
+        is_first_LMF & ~np.take_along_axis(is_home_LMK, place_LMF, axis=2),
     )

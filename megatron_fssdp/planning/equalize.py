@@ -11,8 +11,9 @@ fullest rank is within one token per replica of the least possible.
 
 Three kinds of steps lead there. Spreading evens out neighbours, all experts at once: cheap, and
 slow only over long distances. Levelling a forest (see `quota_tables`) does the rest in one step
-if no edge is asked for more tokens than it has, which is likely after spreading. Sweeping splits
-one expert after the other: slow, but it always gets there.
+if no edge is asked for more tokens than it has, which is likely after spreading; among many ranks
+it is not, and relaxing comes first. Sweeping splits one expert after the other: slow, but it always
+gets there.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ NEAR_SPREADS = 6
 SPREADS = 6
 # Times a forest may be cut up before its remaining trees are left as they are.
 PASSES = 3
+# Steps of relaxing, at most, and the part of a step that is taken again in the next.
+RELAXATIONS = 48
+MOMENTUM = 0.3
 # Forest steps after which a sweep is due: the forests have had two turns each.
 TURNS_PER_SWEEP = 2
 FAR = 1 << 60
@@ -45,7 +49,12 @@ def instance_loads(quota_N: Int64Array, base_R: Int64Array, tables: QuotaTables)
 
 
 def equalize(
-    quota_N: Int64Array, base_R: Int64Array, tables: QuotaTables, goal: int, steps: int
+    quota_N: Int64Array,
+    base_R: Int64Array,
+    tables: QuotaTables,
+    goal: int,
+    steps: int,
+    is_relaxed: bool = False,
 ) -> Int64Array:
     """Move tokens until no rank has more than `goal`, or the quotas are settled.
 
@@ -56,6 +65,7 @@ def equalize(
         goal: tokens of the fullest rank that are good enough.
         steps: the most steps. A finite number can stop short of the optimum; every step leaves
             valid quotas.
+        is_relaxed: relax before the first forest.
 
     Returns:
         (N,) int64 quotas; each expert's sum is unchanged.
@@ -64,6 +74,8 @@ def equalize(
     if num_forests > 1:
         quota_N = spread_near(quota_N, base_R, tables)
         quota_N = spread(quota_N, base_R, tables)
+        if is_relaxed:
+            quota_N = relax(quota_N, base_R, tables, goal)
     load_R = instance_loads(quota_N, base_R, tables)
     for step in range(steps):
         if load_R.max() <= goal or _is_settled(quota_N, load_R, tables):
@@ -132,6 +144,34 @@ def spread(quota_N: Int64Array, base_R: Int64Array, tables: QuotaTables) -> Int6
         moved_N[tables.first_X] = owner_X
         quota_N = np.where((owner_X >= 0)[tables.expert_N], moved_N, quota_N)
     return quota_N
+
+
+def relax(quota_N: Int64Array, base_R: Int64Array, tables: QuotaTables, goal: int) -> Int64Array:
+    """Spread with momentum until no rank has more than the goal, or for `RELAXATIONS` steps.
+
+    Each expert's tokens are scaled to what it has; the owner takes what rounding leaves. Among many
+    ranks this takes fewer steps than forests, whose long paths ask single edges for too much. Sums
+    are of whole numbers that floats hold exactly; from 2^50 tokens on they may not.
+    """
+    if quota_N.sum() >> 50:
+        return quota_N
+    first_X, expert_N = tables.first_X, tables.expert_N
+    total_X = np.add.reduceat(quota_N, first_X).astype(np.float64)
+    step_N = 1.5 / tables.busy_N
+    now_N, gone_N = quota_N.astype(np.float64), np.zeros(len(quota_N))
+    for _ in range(RELAXATIONS):
+        load_R = base_R + np.bincount(tables.rank_N, weights=now_N, minlength=tables.num_ranks)
+        if load_R.max() <= goal:
+            break
+        load_N = load_R[tables.rank_N]
+        mean_X = np.add.reduceat(load_N, first_X) / tables.count_X
+        moved_N = now_N + np.floor((mean_X[expert_N] - load_N) * step_N + MOMENTUM * gone_N)
+        moved_N = np.maximum(moved_N, 0)
+        scale_X = total_X / np.maximum(np.add.reduceat(moved_N, first_X), 1)
+        moved_N = np.floor(moved_N * scale_X[expert_N])
+        moved_N[first_X] += total_X - np.add.reduceat(moved_N, first_X)
+        gone_N, now_N = moved_N - now_N, moved_N
+    return now_N.astype(np.int64)
 
 
 def level_forest(

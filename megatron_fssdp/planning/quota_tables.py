@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -118,12 +118,24 @@ def quota_tables(plan: LayerPlan, node_of_rank: Sequence[int]) -> QuotaTables:
     """Return the tables of a layer's plan; built once per plan."""
     nodes = tuple(node_of_rank)
     if nodes not in plan.derived:
-        plan.derived[nodes] = _build(plan, np.array(nodes, dtype=np.int64))
+        plan.derived[nodes] = _build(plan, nodes)
     tables: QuotaTables = plan.derived[nodes]
     return tables
 
 
-def _build(plan: LayerPlan, node_R: Int64Array) -> QuotaTables:
+@lru_cache(maxsize=8)
+def _nodes(nodes: tuple[int, ...]) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """`node_R`, `by_node_R` and `node_start` of `QuotaTables`: the same for all layers."""
+    node_R = np.array(nodes, dtype=np.int64)
+    by_node_R = np.argsort(node_R, kind="stable")
+    node_start = np.searchsorted(node_R[by_node_R], np.arange(int(node_R.max()) + 1))
+    for array in (node_R, by_node_R, node_start):
+        array.setflags(write=False)
+    return node_R, by_node_R, node_start
+
+
+def _build(plan: LayerPlan, nodes: tuple[int, ...]) -> QuotaTables:
+    node_R, by_node_R, node_start = _nodes(nodes)
     rank_EI = plan.instance_rank_EI
     count_E = np.count_nonzero(rank_EI != EMPTY, axis=1)
     expert_X = np.flatnonzero(count_E > 1)
@@ -133,15 +145,14 @@ def _build(plan: LayerPlan, node_R: Int64Array) -> QuotaTables:
     expert_N = np.repeat(np.arange(len(expert_X)), count_X)
     first_X = np.cumsum(count_X) - count_X
     node_N = node_R[rank_N]
-    group_N = expert_N * (int(node_R.max()) + 1) + node_N
+    group_N = expert_N * len(node_start) + node_N
     by_node_N = np.argsort(group_N, kind="stable")
-    group_start_N = np.searchsorted(group_N[by_node_N], group_N)
-    peers_N = np.searchsorted(group_N[by_node_N], group_N, side="right") - group_start_N
+    count_G = np.bincount(group_N)
+    peers_N = count_G[group_N]
+    group_start_N = (np.cumsum(count_G) - count_G)[group_N]
     near_N = by_node_N[peers_N[by_node_N] > 1]
-    _, near_first_G, near_group_K = np.unique(
-        group_N[near_N], return_index=True, return_inverse=True
-    )
-    by_node_R = np.argsort(node_R, kind="stable")
+    is_first_K = np.diff(group_N[near_N], prepend=-1) > 0
+    near_first_G, near_group_K = np.flatnonzero(is_first_K), np.cumsum(is_first_K) - 1
     lists = rank_N.tolist(), expert_N.tolist()
     slot_N = plan.instance_physical_EI[expert_X][rank_XI != EMPTY] % plan.num_slots
     owned_R = np.bincount(plan.owner_E, minlength=plan.num_ranks)
@@ -159,7 +170,7 @@ def _build(plan: LayerPlan, node_R: Int64Array) -> QuotaTables:
         count_X=count_X,
         busy_N=np.bincount(rank_N, minlength=plan.num_ranks)[rank_N],
         by_node_R=by_node_R,
-        node_start=np.searchsorted(node_R[by_node_R], np.arange(int(node_R.max()) + 1)),
+        node_start=node_start,
         node_R=node_R,
         node_N=node_N,
         peers_N=peers_N,
@@ -190,11 +201,11 @@ def _forests(
     uses_N = [0] * len(rank_N)
     forests: list[Forest] = []
     while len(forests) < MAX_FORESTS and 0 in uses_N:
-        leader = list(range(num_nodes))
+        leader, num_trees = list(range(num_nodes)), num_nodes
         edges: list[list[tuple[int, int]]] = [[] for _ in leader]
         for instance in np.lexsort((coldness_N, turn_N, np.array(uses_N))).tolist():
-            rank, node = rank_N[instance], num_ranks + expert_N[instance]
-            top, other = rank, node
+            top = rank = rank_N[instance]
+            other = node = num_ranks + expert_N[instance]
             while leader[top] != top:
                 leader[top] = top = leader[leader[top]]
             while leader[other] != other:
@@ -204,53 +215,58 @@ def _forests(
                 edges[rank].append((node, instance))
                 edges[node].append((rank, instance))
                 uses_N[instance] += 1
+                num_trees -= 1
+                if num_trees == 1:
+                    break
         forests.append(_walk(edges, num_ranks, len(rank_N)))
     return tuple(forests)
 
 
 def _walk(edges: list[list[tuple[int, int]]], num_ranks: int, num_instances: int) -> Forest:
     """Walk a forest in preorder. `edges`: for each node, its (neighbour, instance) pairs."""
-    parent = list(range(len(edges)))
+    parent, depth = list(range(len(edges))), [0] * len(edges)
     parent_edge = [num_instances] * len(edges)
-    start, end, sign = ([0] * num_instances for _ in range(3))
-    preorder: list[int] = []
-    seen = [False] * len(edges)
-    depth = deepest = 0
+    order: list[int] = []
+    is_seen = [False] * len(edges)
     for root in range(num_ranks):
-        if seen[root]:
+        if is_seen[root]:
             continue
-        seen[root] = True
+        is_seen[root] = True
         stack = [root]
         while stack:
             node = stack.pop()
-            if node < 0:
-                # All below this node is walked.
-                depth -= 1
-                end[parent_edge[~node]] = len(preorder)
-                continue
-            edge = parent_edge[node]
-            if edge < num_instances:
-                depth += 1
-                deepest = max(deepest, depth)
-                start[edge] = len(preorder)
-                sign[edge] = 1 if node < num_ranks else -1
-                stack.append(~node)
-            if node < num_ranks:
-                preorder.append(node)
+            order.append(node)
+            below = depth[node] + 1
             for neighbour, instance in edges[node]:
-                if not seen[neighbour]:
-                    seen[neighbour] = True
+                if not is_seen[neighbour]:
+                    is_seen[neighbour] = True
                     parent[neighbour] = node
                     parent_edge[neighbour] = instance
+                    depth[neighbour] = below
                     stack.append(neighbour)
+    # Ranks below each node, itself among them: leaves first.
+    num_below = [1] * num_ranks + [0] * (len(edges) - num_ranks)
+    for node in reversed(order):
+        if parent[node] != node:
+            num_below[parent[node]] += num_below[node]
+    order_V = np.array(order, dtype=np.int64)
+    is_rank_V = order_V < num_ranks
+    parent_edge_V = np.array(parent_edge, dtype=np.int64)
+    start_V = np.cumsum(is_rank_V) - is_rank_V
+    # The last entry is the roots', which have no edge.
+    from_N, to_N, sign_N = np.zeros((3, num_instances + 1), dtype=np.int64)
+    edge_V = parent_edge_V[order_V]
+    from_N[edge_V] = start_V
+    to_N[edge_V] = start_V + np.array(num_below, dtype=np.int64)[order_V]
+    sign_N[edge_V] = np.where(is_rank_V, 1, -1)
     return Forest(
-        preorder_R=np.array(preorder, dtype=np.int64),
-        from_N=np.array(start, dtype=np.int64),
-        to_N=np.array(end, dtype=np.int64),
-        sign_N=np.array(sign, dtype=np.int64),
+        preorder_R=order_V[is_rank_V],
+        from_N=from_N[:-1],
+        to_N=to_N[:-1],
+        sign_N=sign_N[:-1],
         parent_V=np.array(parent, dtype=np.int64),
-        parent_edge_V=np.array(parent_edge, dtype=np.int64),
-        doublings=deepest.bit_length(),
+        parent_edge_V=parent_edge_V,
+        doublings=max(depth).bit_length(),
     )
 
 

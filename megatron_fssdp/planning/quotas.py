@@ -92,7 +92,8 @@ def balance(
     good_enough = min(mean >> good_enough_shift(tables.num_ranks), num_replicas)
     goal = mean + max(good_enough, int(tolerance * total / tables.num_ranks))
     steps = MAX_STEPS if turns is None else turns * len(tables.forests)
-    quota_N = equalize(quota_N, base_R, tables, goal, steps)
+    is_relaxed = turns is None and tables.num_ranks >= MANY_RANKS
+    quota_N = equalize(quota_N, base_R, tables, goal, steps, is_relaxed)
     quota_N = localize(quota_N, share_N, base_R, tables, goal)
     owners_load_R = np.bincount(plan.owner_E, weights=load_E, minlength=plan.num_ranks)
     if instance_loads(quota_N, base_R, tables).max() <= owners_load_R.max():

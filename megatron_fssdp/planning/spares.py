@@ -10,8 +10,8 @@ Half of a node's free slots take the hottest experts that the node lacks (all of
 room for every one): their tokens stay on the node. The other half takes the experts with most
 tokens per instance: many different ones, so that any rank can pass on what it has too much. An
 expert with instances on all nodes keeps the tokens of each node there, load / nodes of them:
-`least_tokens` is compared with that. Spares of the second kind may keep half as many; the other
-half of their price buys balance.
+`least_tokens` is compared with that. Experts with fewer get spares only on nodes that have them:
+those cross no network.
 
 All layers at once, in whole-array steps: this is called for every layer of a model.
 """
@@ -79,9 +79,18 @@ def place_spares(
         used = near_N3[:, 0] * free_LR.shape[1] + near_N3[:, 2]
         free_LR = free_LR - np.bincount(used, minlength=free_LR.size).reshape(free_LR.shape)
     varied_N3 = _varied(
-        load_LE, hottest_LE, owner_LE, replicas_N3, free_LR, by_import_LR, least_load // 2
+        load_LE, hottest_LE, owner_LE, replicas_N3, free_LR, by_import_LR, node_R, least_load
     )
     return np.concatenate([near_N3, varied_N3])
+
+
+def _holders(owner_LE: Int64Array, replicas_N3: Int64Array, group_R: Int64Array) -> BoolArray:
+    """(L, E, G) bool, whether some rank of a group has an instance of an expert."""
+    shape = (*owner_LE.shape, int(group_R.max()) + 1)
+    is_held_LEG = np.zeros(shape, dtype=bool)
+    np.put_along_axis(is_held_LEG, group_R[owner_LE][..., None], True, axis=2)
+    is_held_LEG[replicas_N3[:, 0], replicas_N3[:, 1], group_R[replicas_N3[:, 2]]] = True
+    return is_held_LEG
 
 
 def _near(
@@ -95,12 +104,9 @@ def _near(
     least_load: int,
 ) -> Int64Array:
     """Give half of each node's free slots the hottest experts that it lacks."""
-    num_layers, num_experts = load_LE.shape
-    num_nodes = int(node_R.max()) + 1
+    num_layers, num_nodes = len(load_LE), int(node_R.max()) + 1
     layer_L1 = np.arange(num_layers)[:, None]
-    is_here_LME = np.zeros((num_layers, num_nodes, num_experts), dtype=bool)
-    is_here_LME[layer_L1, node_R[owner_LE], np.arange(num_experts)] = True
-    is_here_LME[replicas_N3[:, 0], node_R[replicas_N3[:, 2]], replicas_N3[:, 1]] = True
+    is_here_LEM = _holders(owner_LE, replicas_N3, node_R)
     by_node = np.bincount(
         (layer_L1 * num_nodes + node_R).ravel(),
         weights=free_LR.ravel(),
@@ -108,7 +114,7 @@ def _near(
     )
     free_LM = by_node.reshape(num_layers, num_nodes).astype(np.int64)
     hottest_LK = hottest_LE[:, : NODE_REACH * int(free_LM.max())]
-    is_lacking_LMK = ~np.take_along_axis(is_here_LME, hottest_LK[:, None, :], axis=2)
+    is_lacking_LMK = ~is_here_LEM[layer_L1, hottest_LK].transpose(0, 2, 1)
     is_hot_LK = np.take_along_axis(load_LE, hottest_LK, axis=1) >= least_load
     is_lacking_LMK &= is_hot_LK[:, None, :]
     number_LMK = np.cumsum(is_lacking_LMK, axis=2)
@@ -134,6 +140,7 @@ def _varied(
     replicas_N3: Int64Array,
     free_LR: Int64Array,
     by_import_LR: Int64Array,
+    node_R: Int64Array,
     least_load: int,
 ) -> Int64Array:
     """Fill free slots with the experts that have the most tokens per instance."""
@@ -141,22 +148,19 @@ def _varied(
     wanted_L = free_LR.sum(axis=1)
     if not wanted_L.any():
         return replicas_N3[:0]
-    expert_LW, is_wanted_LW = _hottest(
-        load_LE, hottest_LE, replicas_N3, wanted_L, num_ranks, least_load
-    )
+    expert_LW, is_wanted_LW = _hottest(load_LE, hottest_LE, replicas_N3, wanted_L, num_ranks)
+    # Whether an expert pays for a replica on a node, or has one there already.
+    pays_LEM = _holders(owner_LE, replicas_N3, node_R) | (load_LE >= least_load)[..., None]
+    is_held = _holders(owner_LE, replicas_N3, np.arange(num_ranks)).ravel()
     rank_LW, _ = _slots(free_LR, by_import_LR)
     layer, at = np.nonzero(is_wanted_LW)
     expert, rank = expert_LW[layer, at], rank_LW[layer, at]
-    is_held = np.zeros(owner_LE.size * num_ranks, dtype=bool)
-    is_held[np.arange(owner_LE.size) * num_ranks + owner_LE.ravel()] = True
-    pair = replicas_N3[:, 0] * num_experts + replicas_N3[:, 1]
-    is_held[pair * num_ranks + replicas_N3[:, 2]] = True
     placed = []
     for number in range(PASSES):
         code = (layer * num_experts + expert) * num_ranks + rank
         fits = np.zeros(len(code), dtype=bool)
         fits[np.unique(code, return_index=True)[1]] = True
-        fits &= ~is_held[code]
+        fits &= ~is_held[code] & pays_LEM[layer, expert, node_R[rank]]
         is_held[code[fits]] = True
         placed.append(np.stack([layer[fits], expert[fits], rank[fits]], axis=1))
         layer, expert, rank = layer[~fits], expert[~fits], rank[~fits]
@@ -173,7 +177,6 @@ def _hottest(
     replicas_N3: Int64Array,
     wanted_L: Int64Array,
     num_ranks: int,
-    least_load: int,
 ) -> tuple[Int64Array, BoolArray]:
     """Choose each layer's experts for its spares, W at most, most tokens per instance first.
 
@@ -192,7 +195,6 @@ def _hottest(
     count_LKJ = count_LK[:, :, None] + np.arange(copies)
     share_LKJ = load_LK[:, :, None] // count_LKJ
     share_LKJ[count_LKJ >= num_ranks] = 0
-    share_LKJ[load_LK < least_load] = 0
     share = share_LKJ.reshape(num_layers, -1)
     order_LW = descending(share)[:, :most]
     is_wanted_LW = np.arange(order_LW.shape[1]) < wanted_L[:, None]

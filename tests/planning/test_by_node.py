@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from megatron_fssdp.planning.by_node import can_level, place_by_node
+from megatron_fssdp.planning.by_node import fill_by_node, place_by_node
 from megatron_fssdp.planning.cost import tokens_between_nodes
 from megatron_fssdp.planning.estimate import estimate
+from megatron_fssdp.planning.plan import Plan, build_slots
 from megatron_fssdp.planning.planner import PlanSettings, plan_layers
 from megatron_fssdp.planning.quotas import balance, rank_loads
 from megatron_fssdp.planning.sharding import shard_evenly
@@ -61,14 +62,49 @@ def test_ragged_and_interleaved_nodes(levels_last):
         assert np.bincount([rank for _, rank in placed], minlength=6).max() <= 2
 
 
-def test_can_level_sees_owners_that_keep_too_much():
-    """Four hot experts, all lacked by some node, and one slot a rank: rank 0 owns 4 warm ones."""
-    load_LE = np.array([[90] * 4 + [100] * 4 + [1] * 8], dtype=np.int64)
-    owner_LE, topology = shard_evenly(1, 16, 4), Topology.uniform(4, 2)
-    target_L = np.array([200])
-    assert not can_level(load_LE, owner_LE, topology, 2, 1, target_L)[0]
-    # Where nothing pays for the network, slots are free for levelling.
-    assert can_level(load_LE, owner_LE, topology, 2, 1000, target_L)[0]
+def test_what_an_owner_cannot_keep_goes_to_its_node_first():
+    """Rank 0 owns four warm experts; each node has slots for the two hottest of the others only."""
+    load_E = [90] * 4 + [100] * 4 + [1] * 8
+    placed = place(load_E, Topology.uniform(4, 2), 1, 1)
+    assert any(expert < 4 and rank == 1 for expert, rank in placed)
+    assert any(4 <= expert < 8 and rank == 0 for expert, rank in placed)
+
+
+def test_filling_by_hand():
+    """Two nodes of two ranks, one expert each, loads 80, 20, 10, 10, one slot a rank, target 30.
+
+    Each node has 40 tokens for expert 0. Node 1's emptiest rank, 2, lacks 20 of the target, all of
+    which it has itself; rank 1 lacks 10, on expert 0's own node, where they save nothing. Then
+    rank 3 lacks 20, and node 1 still has 20 of its own.
+    """
+    load_LE, topology = np.array([[80, 20, 10, 10]]), Topology.uniform(4, 2)
+    owner_LE = shard_evenly(1, 4, 4)
+    slots = fill_by_node(load_LE, owner_LE, topology, 1, 1, np.array([30]))
+    placed = [tuple(row) for row in slots.replicas()[:, 1:].tolist()]
+    assert sorted(placed) == [(0, 1), (0, 2), (0, 3)]
+    assert slots.load_by_rank(4).tolist() == [[30, 30, 30, 30]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds)
+def test_slots_keep_all_tokens(seed):
+    """Any owners and nodes: no token is lost, no slot used twice, no expert twice on a rank."""
+    rng = np.random.default_rng(seed)
+    num_layers, num_ranks = int(rng.integers(1, 4)), int(rng.integers(2, 9))
+    num_experts, num_slots = int(rng.integers(1, 24)), int(rng.integers(1, 4))
+    owner_LE = rng.integers(0, num_ranks, (num_layers, num_experts))
+    load_LE = rng.zipf(1.4, (num_layers, num_experts)).clip(max=10**6)
+    topology = Topology.from_hosts(rng.integers(0, 4, num_ranks).astype(str).tolist())
+    target_L = -(-load_LE.sum(axis=1) // num_ranks)
+    args = load_LE, owner_LE, topology, num_slots, int(rng.integers(1, 1000)), target_L
+    for slots in (place_by_node(*args), place_by_node(*args, True), fill_by_node(*args)):
+        lost_L = load_LE.sum(axis=1) - slots.load_by_rank(num_ranks).sum(axis=1)
+        # Shares are rounded down.
+        assert (lost_L >= 0).all()
+        assert (lost_L <= num_experts * topology.num_nodes * num_slots).all()
+        assert slots.used_NW.max() <= num_slots
+        slots_LRS = build_slots(owner_LE, slots.replicas(), num_ranks, num_slots)
+        Plan(owner_LE=owner_LE.copy(), slot_expert_LRS=slots_LRS)
 
 
 @settings(max_examples=40, deadline=None)

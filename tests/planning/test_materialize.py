@@ -14,6 +14,7 @@ from megatron_fssdp.planning.materialize import (
 from megatron_fssdp.planning.planner import PlanSettings, plan_layers
 from megatron_fssdp.planning.quotas import balance, rank_loads
 from megatron_fssdp.planning.sharding import shard_evenly
+from megatron_fssdp.planning.spares import place_spares
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.simulation.loads import yardstick
 
@@ -116,6 +117,21 @@ def test_spares_go_to_nodes_that_lack_the_hottest():
     for layer in plan.layers:
         assert (layer.instance_rank_EI[0] >= 4).any()
         assert layer.num_replicas >= 12
+
+
+def test_spares_that_do_not_pay_cross_no_network():
+    """Nobody keeps 1000 tokens on a second node: spares only go where their expert is."""
+    rng = np.random.default_rng(1)
+    load_LE, owner_LE = rng.integers(100, 200, (3, 16)), shard_evenly(3, 16, 8)
+    topology = Topology.uniform(8, 4)
+    none_N3, free_LR = np.zeros((0, 3), dtype=np.int64), np.full((3, 8), 2)
+    args = load_LE, owner_LE, none_N3, free_LR, np.zeros((3, 8), dtype=np.int64), topology.node_R
+    spares_N3 = place_spares(*args, 1000)
+    layer, expert, rank = spares_N3.T
+    assert len(spares_N3) >= 24
+    assert (topology.node_R[rank] == topology.node_R[owner_LE[layer, expert]]).all()
+    layer, expert, rank = place_spares(*args, 1).T
+    assert (topology.node_R[rank] != topology.node_R[owner_LE[layer, expert]]).any()
 
 
 def test_unknown_algorithm_is_named():

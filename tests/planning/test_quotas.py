@@ -9,11 +9,14 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_matrix
 
 from megatron_fssdp.planning.cost import token_traffic, tokens_between_nodes
-from megatron_fssdp.planning.equalize import instance_loads, spread_near
+from megatron_fssdp.planning.equalize import instance_loads, relax, spread_near
 from megatron_fssdp.planning.plan import EMPTY, LayerPlan
+from megatron_fssdp.planning.planner import PlanSettings, plan_layers
 from megatron_fssdp.planning.quota_tables import quota_tables
 from megatron_fssdp.planning.quotas import balance, good_enough_shift, rank_loads, split_source
+from megatron_fssdp.planning.sharding import shard_evenly
 from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.simulation.loads import zipf_series
 from tests.planning.cases import make_plan, random_counts, random_plan, seeds
 
 
@@ -191,6 +194,33 @@ def test_spreading_inside_nodes_moves_no_token_between_them():
     assert (np.bincount(group_N, quota_N) == np.bincount(group_N, spread_N)).all()
     before_R, after_R = (instance_loads(q_N, base_R, tables) for q_N in (quota_N, spread_N))
     assert after_R.std() < before_R.std()
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds)
+def test_relaxing_keeps_each_experts_tokens(seed):
+    """No quota gets negative, and few steps bring the fullest rank near the least."""
+    rng = np.random.default_rng(seed)
+    plan = random_plan(rng, 40, 16, 3)
+    tables = quota_tables(plan, (0,) * 16)
+    scale = int(rng.choice([1, 10, 10**4, 10**9]))
+    quota_N = rng.integers(0, 100, len(tables.rank_N)) * scale
+    base_R = rng.integers(0, 30, 16) * scale
+    relaxed_N = relax(quota_N, base_R, tables, goal=0)
+    assert (relaxed_N >= 0).all()
+    sum_X, relaxed_X = (np.bincount(tables.expert_N, q_N) for q_N in (quota_N, relaxed_N))
+    assert (sum_X == relaxed_X).all()
+    before, after = (instance_loads(q_N, base_R, tables).max() for q_N in (quota_N, relaxed_N))
+    assert after <= before + len(quota_N)
+
+
+def test_among_many_ranks_relaxing_reaches_the_goal():
+    """E = EP = 512: no forest is needed, and steps do not grow with the ranks."""
+    counts_RE = zipf_series(512, 512, 0.8, 1)[0]
+    topology, owner_LE = Topology.uniform(512, 8), shard_evenly(1, 512, 512)
+    plan = plan_layers(counts_RE.sum(axis=0)[None], owner_LE, topology, PlanSettings()).layer(0)
+    load_R = rank_loads(balance(counts_RE, plan, topology.node_of_rank), plan)
+    assert load_R.max() <= load_R.mean() * (1 + 2.0 ** -good_enough_shift(512)) + 1
 
 
 def test_many_ranks_are_content_with_a_little_less():
