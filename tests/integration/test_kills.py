@@ -1,5 +1,6 @@
 """A rank dies anywhere, in moves and saves too.
-of a run that nobody killed.
+
+The last whole checkpoint resumes, with the losses of a run that nobody killed.
 """
 
 from __future__ import annotations
