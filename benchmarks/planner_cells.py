@@ -19,7 +19,7 @@ from megatron_fssdp.planning.cost import (
 )
 from megatron_fssdp.planning.plan import EMPTY, Int64Array, LayerPlan
 from megatron_fssdp.planning.planner import PlanSettings, plan_layers
-from megatron_fssdp.planning.predict import SlidingMean
+from megatron_fssdp.planning.predict import DEFAULT_PREDICTOR, PREDICTORS
 from megatron_fssdp.planning.quotas import balance, rank_loads
 from megatron_fssdp.planning.sharding import shard_evenly, shard_for_replicas
 from megatron_fssdp.planning.topology import Topology
@@ -113,7 +113,7 @@ def run_cell(cell: Cell, num_iterations: int) -> tuple[dict[str, Result], float]
     series = cell.series(num_iterations)
     owner_E = shard_evenly(1, cell.num_experts, cell.num_ranks)[0]
     topology = Topology.uniform(cell.num_ranks, RANKS_PER_NODE)
-    predictor = SlidingMean()
+    predictor = PREDICTORS[DEFAULT_PREDICTOR]()
     new_owner_E = shard_for_replicas(
         series[:WARM_UP].sum(axis=(0, 1))[None], owner_E[None], cell.num_ranks, MOST_SWAPS
     )[0]

@@ -26,7 +26,7 @@ from planner_cells import (
 from megatron_fssdp.planning.calibration import calibrate_layer
 from megatron_fssdp.planning.plan import EMPTY, Int64Array, LayerPlan
 from megatron_fssdp.planning.planner import PlanSettings, plan_layers
-from megatron_fssdp.planning.predict import PREDICTORS
+from megatron_fssdp.planning.predict import DEFAULT_PREDICTOR, PREDICTORS
 from megatron_fssdp.planning.quota_tables import quota_tables
 from megatron_fssdp.planning.quotas import balance, rank_loads, split_source
 from megatron_fssdp.planning.sharding import shard_by_load, shard_evenly, shard_for_replicas
@@ -138,7 +138,7 @@ def _jumps(
     after: list[float] = []
     new: list[int] = []
     for layer in range(24):
-        predictor = PREDICTORS["sliding"]()
+        predictor = PREDICTORS[DEFAULT_PREDICTOR]()
         for counts_RE in domain_series(num_ranks, layer)[: WARM_UP + num_iterations]:
             load_LE = predictor.predict()
             if load_LE is not None:
@@ -291,7 +291,7 @@ def training_rows() -> list[Row]:
     owner_E = shard_evenly(1, num_experts, num_ranks)[0]
     found: dict[str, list[float]] = {}
     for layer in range(num_layers):
-        predictor = PREDICTORS["sliding"]()
+        predictor = PREDICTORS[DEFAULT_PREDICTOR]()
         for iteration, counts_RE in enumerate(training[:, layer]):
             predicted = predictor.predict()
             if predicted is not None and iteration >= WARM_UP:

@@ -26,8 +26,13 @@ class FSSDPConfig:
     for an iteration, and the sum of its gradients over the micro-batches (less with
     --fssdp-rematerialize). 0 copies no expert."""
 
+    fssdp_predictor: Literal["exponential", "sliding", "last"] = "exponential"
+    """How the next iteration's loads are predicted from those measured. exponential: a mean whose
+    weights halve with each iteration of age. sliding: the mean of the last
+    --fssdp-prediction-window iterations (the paper's). last: the last iteration's."""
+
     fssdp_prediction_window: int = 5
-    """Iterations whose measured loads are averaged to predict the next iteration's."""
+    """Iterations that --fssdp-predictor sliding averages."""
 
     fssdp_overlap_degree: str = "auto"
     """The paper's t, a limit on copies by the time that could hide them. Planner load: experts that
@@ -136,6 +141,7 @@ class FSSDPConfig:
 
 ALLOWED = {
     "moe_parallel": ("ep", "fssdp"),
+    "fssdp_predictor": ("exponential", "sliding", "last"),
     "fssdp_planner": ("gain", "load"),
     "fssdp_sharding": ("swaps", "load"),
     "fssdp_collectives": ("auto", "flat", "tree"),

@@ -35,7 +35,7 @@ from megatron_fssdp.integration.step import LayerStep, calibrate_step
 from megatron_fssdp.planning.cost import LayerShape
 from megatron_fssdp.planning.plan import Int64Array, LayerPlan, Plan
 from megatron_fssdp.planning.planner import plan_layers
-from megatron_fssdp.planning.predict import SlidingMean
+from megatron_fssdp.planning.predict import PREDICTORS, Predictor, SlidingMean
 from megatron_fssdp.planning.topology import NVLINK, LinkClass
 
 
@@ -58,7 +58,7 @@ class FSSDPRuntime:
     iteration: int = 0
     num_microbatches: Callable[[], int] | None = None
     _layers: list[LayerState] = field(default_factory=list)
-    _predictors: dict[tuple[int, ...], SlidingMean] = field(default_factory=dict)
+    _predictors: dict[tuple[int, ...], Predictor] = field(default_factory=dict)
     _optimizers: set[int] | None = None
     _groups: dict[tuple[int, ...], GroupState] = field(default_factory=dict)
     _plan_s: float = 0.0
@@ -245,11 +245,17 @@ class FSSDPRuntime:
             "loads": [
                 {
                     "layers": list(indices),
-                    "history": torch.tensor(predictor.state_dict()["history"]),
+                    "predictor": self.config.fssdp_predictor,
+                    "state": {key: torch.tensor(value) for key, value in each.state_dict().items()},
                 }
-                for indices, predictor in self._predictors.items()
+                for indices, each in self._predictors.items()
             ],
         }
+
+    def _new_predictor(self) -> Predictor:
+        if self.config.fssdp_predictor == "sliding":
+            return SlidingMean(self.config.fssdp_prediction_window)
+        return PREDICTORS[self.config.fssdp_predictor]()
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
         """Take over a state; what does not fit this model is left out.
@@ -261,17 +267,16 @@ class FSSDPRuntime:
         num_layers = 0
         for each in state["loads"]:
             indices = tuple(each["layers"])
-            history = each["history"].tolist()
-            if any(index >= len(self._layers) for index in indices) or not history:
+            known = each["predictor"] == self.config.fssdp_predictor
+            if not known or any(index >= len(self._layers) for index in indices):
                 continue
-            sizes = {self._layers[index].num_experts for index in indices}
-            if sizes != {len(history[0][0])} or len(history[0]) != len(indices):
-                continue
-            predictor = SlidingMean(self.config.fssdp_prediction_window)
-            predictor.load_state_dict({"history": history})
-            self._predictors[indices] = predictor
+            predictor = self._new_predictor()
+            predictor.load_state_dict({key: value.tolist() for key, value in each["state"].items()})
             predicted_LE = predictor.predict()
-            assert predicted_LE is not None, "there is a history"
+            sizes = {(len(indices), self._layers[index].num_experts) for index in indices}
+            if predicted_LE is None or sizes != {predicted_LE.shape}:
+                continue
+            self._predictors[indices] = predictor
             for index, load_E in zip(indices, predicted_LE, strict=True):
                 self._layers[index].predicted_E = load_E
                 self._layers[index].step = None
@@ -330,9 +335,9 @@ class FSSDPRuntime:
             layer = self._layers[index]
             by_shape.setdefault((layer.num_experts, layer.group.size()), []).append(index)
         for indices in by_shape.values():
-            predictor = self._predictors.setdefault(
-                tuple(indices), SlidingMean(self.config.fssdp_prediction_window)
-            )
+            predictor = self._predictors.get(tuple(indices))
+            if predictor is None:
+                predictor = self._predictors[tuple(indices)] = self._new_predictor()
             predictor.update(np.stack([counts[index].sum(axis=0) for index in indices]))
             predicted_LE = predictor.predict()
             assert predicted_LE is not None, "there was an update"

@@ -110,6 +110,9 @@ class ExponentialMean:
         self._mean_LE = None if mean is None else np.array(mean, dtype=np.int64)
 
 
+# The smallest error over the recorded loads taken together: see `make bench-planner`.
+DEFAULT_PREDICTOR = "exponential"
+
 PREDICTORS: dict[str, Callable[[], Predictor]] = {
     "sliding": SlidingMean,
     "exponential": ExponentialMean,

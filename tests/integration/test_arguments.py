@@ -14,6 +14,7 @@ from megatron_fssdp.integration.arguments import add_arguments, parse_moe_parall
 FLAGS = {
     "--moe-parallel": "ep",
     "--fssdp-num-replica-slots": 2,
+    "--fssdp-predictor": "exponential",
     "--fssdp-prediction-window": 5,
     "--fssdp-overlap-degree": "auto",
     "--fssdp-ranks-per-node": None,
@@ -60,7 +61,8 @@ def test_defaults_are_plain_ep(parser: ArgumentParser) -> None:
 def test_values_are_plain_and_typed(parser: ArgumentParser) -> None:
     """Megatron stores them in checkpoints and loads them under an allow-list of types."""
     words = (
-        "--moe-parallel fssdp --fssdp-num-replica-slots 3 --fssdp-prediction-window 7"
+        "--moe-parallel fssdp --fssdp-num-replica-slots 3"
+        " --fssdp-predictor sliding --fssdp-prediction-window 7"
         " --fssdp-overlap-degree 4 --fssdp-ranks-per-node 8 --fssdp-planner load"
         " --fssdp-balance-tolerance 0.1 --fssdp-log-plan 10 --fssdp-load-log runs/x"
         " --fssdp-reshard-interval 50 --fssdp-sharding load"
@@ -69,7 +71,7 @@ def test_values_are_plain_and_typed(parser: ArgumentParser) -> None:
     )
     config = FSSDPConfig.from_args(parser.parse_args(words.split()))
     values = [getattr(config, field.name) for field in fields(config)]
-    ours = ["fssdp", 3, 7, "4", 8, "load", 0.1]
+    ours = ["fssdp", 3, "sliding", 7, "4", 8, "load", 0.1]
     copies = [50, "load", "tree", "off", True, True, "param", "c.yaml", True]
     assert values == [*ours, *copies, 10, "runs/x"]
     assert {type(value) for value in values} == {str, int, float, bool}
