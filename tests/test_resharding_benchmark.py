@@ -14,9 +14,11 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
-import resharding
+import resharding_measured as measured
+import resharding_simulated as simulated
 import torch
-from resharding import SYSTEMS, Case, LiveBytes, Outcome, simulate
+from resharding_measured import LiveBytes
+from resharding_simulated import SYSTEMS, Case, Outcome, simulate
 
 from megatron_fssdp.planning.cost import ComputeRate, LayerShape
 from megatron_fssdp.planning.moves import Homes, plan_moves
@@ -44,14 +46,14 @@ def make_case(counts_TLRE: Int64Array) -> Case:
 
 @pytest.fixture(scope="module")
 def skewed() -> Case:
-    length = resharding.WARM_UP + ITERATIONS
+    length = simulated.WARM_UP + ITERATIONS
     layers = [zipf_series(16, 4, 0.8, length, seed=layer, topk=2) for layer in range(3)]
     return make_case(np.stack(layers, axis=1))
 
 
 @pytest.fixture(scope="module")
 def balanced() -> Case:
-    return make_case(np.full((resharding.WARM_UP + ITERATIONS, 3, 4, 16), 64))
+    return make_case(np.full((simulated.WARM_UP + ITERATIONS, 3, 4, 16), 64))
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +86,7 @@ def test_moves_are_paid(outcomes: dict[str, Outcome]) -> None:
 
 def test_level_loads_move_nothing_and_are_as_fast_as_ep(balanced: Case) -> None:
     systems = tuple(system for system in SYSTEMS if not system.always)
-    for row in resharding.simulated_rows(balanced, (10, 20), systems):
+    for row in simulated.simulated_rows(balanced, (10, 20), systems):
         assert set(row["num_moves"].values()) == {0}
         assert row["moving ms"] == 0
         assert row["x EP @10"] == row["x EP @20"] == row["both x"] == pytest.approx(1.0)
@@ -92,8 +94,8 @@ def test_level_loads_move_nothing_and_are_as_fast_as_ep(balanced: Case) -> None:
 
 
 def test_published_figures_stand_in_the_table(skewed: Case) -> None:
-    rows = resharding.simulated_rows(skewed)
-    published = resharding.published_row()
+    rows = simulated.simulated_rows(skewed)
+    published = simulated.published_row()
     assert set(published) == set(rows[0]) - {"num_moves"}
     assert [published[f"x EP @{each}"] for each in (10, 25, 50, 100)] == [1.36, 1.41, 1.34, 1.42]
     by_system = {row["system"]: row for row in rows}
@@ -104,8 +106,8 @@ def test_published_figures_stand_in_the_table(skewed: Case) -> None:
 
 def test_the_measured_move_is_a_ring_in_as_many_rounds_as_experts() -> None:
     homes = Homes.even(4, 16, 4)
-    for number in resharding.MOVED:
-        homes, rounds = plan_moves(homes, resharding.ring_on(homes, number))
+    for number in measured.MOVED:
+        homes, rounds = plan_moves(homes, measured.ring_on(homes, number))
         assert len(rounds) == number
         for moves in rounds:
             assert Counter((m.target - m.source) % 4 for m in moves) == {1: 4}

@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.integration.mover import HomeLayout, Mover, find_problem
-from megatron_fssdp.planning.cost import ComputeRate, LayerShape, saved_s, schedule_s
+from megatron_fssdp.planning.cost import ComputeRate, LayerShape
 from megatron_fssdp.planning.moves import moved_bytes, moves_s, plan_moves
 from megatron_fssdp.planning.plan import Int64Array
-from megatron_fssdp.planning.planner import PlanSettings, plan_layers
-from megatron_fssdp.planning.quotas import balance
-from megatron_fssdp.planning.schedule import Schedule
+from megatron_fssdp.planning.planner import PlanSettings
 from megatron_fssdp.planning.sharding import shard_by_load, shard_for_replicas
 from megatron_fssdp.planning.topology import Topology
+from megatron_fssdp.planning.worth import saved_by_owners
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +93,13 @@ class Resharder:
         total_LE = loads.cpu().numpy() // len(self.mover.rank_at[0])
         owner_LE = self.mover.ownership.owner_LE
         new_LE = self._agree(self._choose(total_LE, owner_LE), device)
-        return self.move(new_LE, self._saved_s(total_LE, owner_LE, new_LE))
+        saved_s = saved_by_owners(
+            total_LE, owner_LE, new_LE, self.topology, self.settings, self.shape, self.rate
+        )
+        return self.move(new_LE, saved_s)
 
-    def move(self, new_owner_LE: Int64Array, saved_s_: float = float("inf")) -> Reshard:
-        """Give experts other owners, if `saved_s_` an iteration pays for it. Collective."""
+    def move(self, new_owner_LE: Int64Array, saved_s: float = float("inf")) -> Reshard:
+        """Give experts other owners, if `saved_s` an iteration pays for it. Collective."""
         ownership = self.mover.ownership
         homes, rounds = plan_moves(ownership.homes, new_owner_LE)
         layouts = self.mover.layouts()
@@ -105,13 +107,13 @@ class Resharder:
         result: dict[str, Any] = {
             "num_moves": sum(map(len, rounds)),
             "num_bytes": moved_bytes(rounds, state_bytes),
-            "saved_s": saved_s_,
+            "saved_s": saved_s,
             "move_s": moves_s(rounds, self.topology, state_bytes),
         }
         problem = find_problem(layouts)
         if problem is not None or not rounds:
             return Reshard(**result, problem=problem)
-        if not self._all_agree(saved_s_ * self.interval > result["move_s"]):
+        if not self._all_agree(saved_s * self.interval > result["move_s"]):
             return Reshard(**result)
         begin = time.perf_counter()
         if self.sync_parameters is not None:
@@ -140,23 +142,6 @@ class Resharder:
         votes = torch.tensor([int(pays)], device=device)
         dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self.mover.group)
         return bool(votes.item())
-
-    def _saved_s(self, load_LE: Int64Array, old_LE: Int64Array, new_LE: Int64Array) -> float:
-        """Seconds by which new owners shorten an iteration: fuller ranks, and replicas' copies."""
-        nodes, num_ranks = self.topology.node_of_rank, self.topology.num_ranks
-        old = plan_layers(load_LE, old_LE, self.topology, self.settings)
-        new = plan_layers(load_LE, new_LE, self.topology, self.settings)
-        seconds = 0.0
-        for load_E, before, after in zip(load_LE, old.layers, new.layers, strict=True):
-            counts_RE = np.tile(load_E // num_ranks, (num_ranks, 1))
-            quotas = [balance(counts_RE, plan, nodes) for plan in (before, after)]
-            seconds += saved_s(
-                quotas[0], before, quotas[1], after, self.topology, self.shape, self.rate
-            )
-            for plan, sign in ((before, 1), (after, -1)):
-                copies = Schedule.tree(plan, nodes)
-                seconds += sign * schedule_s(copies, self.topology, self.shape.replica_bytes)
-        return seconds
 
 
 def _expert_bytes(mover: Mover, layouts: dict[int, list[HomeLayout]]) -> int:

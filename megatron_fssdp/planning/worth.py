@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+
+"""What new owners are worth: seconds that they save in every iteration."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_fssdp.planning.cost import ComputeRate, LayerShape, saved_s, schedule_s
+from megatron_fssdp.planning.plan import Int64Array
+from megatron_fssdp.planning.planner import PlanSettings, plan_layers
+from megatron_fssdp.planning.quotas import balance
+from megatron_fssdp.planning.schedule import Schedule
+from megatron_fssdp.planning.topology import Topology
+
+
+def saved_by_owners(
+    load_LE: Int64Array,
+    old_LE: Int64Array,
+    new_LE: Int64Array,
+    topology: Topology,
+    settings: PlanSettings,
+    shape: LayerShape,
+    rate: ComputeRate,
+) -> float:
+    """Estimate the seconds by which new owners shorten an iteration of all layers.
+
+    It counts the fullest rank's tokens and the replicas' copies, both planned anew for either
+    owners; not how many tokens leave their node, for who sends them is not known here.
+
+    Args:
+        load_LE: (L, E) int64, the predicted tokens.
+        old_LE: (L, E) int64, the owners now.
+        new_LE: (L, E) int64, the owners to come.
+        topology: the ranks, their nodes and links.
+        settings: of the planner.
+        shape: sizes of a layer.
+        rate: of a rank.
+    """
+    nodes, num_ranks = topology.node_of_rank, topology.num_ranks
+    old, new = (plan_layers(load_LE, owner_LE, topology, settings) for owner_LE in (old_LE, new_LE))
+    seconds = 0.0
+    for load_E, before, after in zip(load_LE, old.layers, new.layers, strict=True):
+        counts_RE = np.tile(load_E // num_ranks, (num_ranks, 1))
+        quotas = [balance(counts_RE, plan, nodes) for plan in (before, after)]
+        seconds += saved_s(quotas[0], before, quotas[1], after, topology, shape, rate)
+        for plan, sign in ((before, 1), (after, -1)):
+            copies = Schedule.tree(plan, nodes)
+            seconds += sign * schedule_s(copies, topology, shape.replica_bytes)
+    return seconds
