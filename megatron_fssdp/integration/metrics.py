@@ -73,13 +73,21 @@ class PlanPrinter:
             return
         before, after = record.imbalance()
         copied = sum(gather.num_bytes for gather in record.gathers)
+        calibrated = ""
+        if record.calibrations:
+            new, saved_s, extra_s = (
+                sum(getattr(each, name) for each in record.calibrations)
+                for name in ("num_new", "saved_s", "extra_s")
+            )
+            calibrated = f" calibrated: {new} replicas, {1e3 * saved_s:.1f} ms saved for "
+            calibrated += f"{1e3 * extra_s:.1f} ms |"
         print(
             f" fssdp iteration {record.iteration + 1:8d} | fullest rank / mean tokens: "
             f"{_mean(before):.3f} -> {_mean(after):.3f} (worst layer {max(before):.3f} -> "
             f"{max(after):.3f}) | replicas: {record.num_replicas} | "
             f"parameters copied: {copied / 1e6:.1f} MB | copies took "
             f"{1e3 * record.traffic.total_s:.1f} ms, {1e3 * record.traffic.exposed_s:.1f} ms "
-            "of it exposed |",
+            f"of it exposed |{calibrated}",
             flush=True,
         )
 

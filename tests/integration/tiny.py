@@ -395,7 +395,7 @@ class TinyRun:
             self.runtime.close()
         return self.result
 
-    def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
+    def _sharded_state(self, *, is_loading: bool, with_optimizer: bool = True) -> dict[str, Any]:
         """What megatron.training would save: model and optimizer, by Megatron's own rules."""
         from megatron.core import parallel_state
 
@@ -408,9 +408,10 @@ class TinyRun:
             metadata["distrib_optim_sharding_type"] = "fully_reshardable"
             metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
         state = {"model": self.model[0].module.sharded_state_dict(metadata=metadata)}
-        state["optimizer"] = self.optimizer.sharded_state_dict(
-            state, is_loading=is_loading, metadata=metadata
-        )
+        if with_optimizer:
+            state["optimizer"] = self.optimizer.sharded_state_dict(
+                state, is_loading=is_loading, metadata=metadata
+            )
         return state
 
     def save(self, folder: str) -> None:
@@ -424,7 +425,7 @@ class TinyRun:
             state["fssdp"] = saved_state.describe(self.runtime)
         dist_checkpointing.save(state, folder)
 
-    def load(self, folder: str) -> None:
+    def load(self, folder: str, *, with_optimizer: bool = True) -> None:
         """Read a torch_dist checkpoint, whoever wrote it."""
         from megatron.core import dist_checkpointing
 
@@ -432,9 +433,11 @@ class TinyRun:
             from megatron_fssdp.integration import saved_state
 
             self.restored = saved_state.restore(self.runtime, folder)
-        state = dist_checkpointing.load(self._sharded_state(is_loading=True), folder)
+        wanted = self._sharded_state(is_loading=True, with_optimizer=with_optimizer)
+        state = dist_checkpointing.load(wanted, folder)
         self.model[0].module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        if with_optimizer:
+            self.optimizer.load_state_dict(state["optimizer"])
 
     def _moments(self) -> dict[str, torch.Tensor]:
         """Adam's moments by layout-free name (plain optimizer only: ours hold whole tensors)."""
