@@ -53,9 +53,11 @@ class FSSDPConfig:
     gets no replica (planner gain), and what is left of it is spent on keeping tokens on their
     node."""
 
-    fssdp_reshard_interval: int = 100
+    fssdp_reshard_interval: int | None = None
     """Iterations between two looks at who owns which expert. Experts move, with their optimizer
-    state, if the time that this saves until the next look exceeds the move's; 0: never."""
+    state, if the time that this saves until the next look exceeds the move's; 0: never. Default:
+    100, or 0 where other flags keep state by place, not by expert (the start says which: with the
+    distributed optimizer, add --dist-ckpt-optim-fully-reshardable)."""
 
     fssdp_sharding: Literal["swaps", "load"] = "swaps"
     """How owners are chosen. swaps: the fewest swaps inside a layer that save replicas. load: the
@@ -128,6 +130,11 @@ class FSSDPConfig:
     def overlap_degree(self) -> int | None:
         """The paper's t; None: no limit besides the slots."""
         return None if self.fssdp_overlap_degree == "auto" else int(self.fssdp_overlap_degree)
+
+    @property
+    def reshard_interval(self) -> int:
+        """Iterations between two looks at the owners; 0: never."""
+        return 100 if self.fssdp_reshard_interval is None else self.fssdp_reshard_interval
 
     @classmethod
     def from_args(cls, args: Any) -> "FSSDPConfig":

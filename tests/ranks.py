@@ -88,7 +88,7 @@ def run_ranks(
         errors: dict[int, str] = {}
         deadline = time.monotonic() + timeout_s
         try:
-            while len(answers) + len(errors) < world_size and not (errors and check):
+            while len({*answers, *errors}) < world_size and not (errors and check):
                 if results.empty():
                     if time.monotonic() > deadline:
                         missing = sorted(set(range(world_size)) - set(answers) - set(errors))

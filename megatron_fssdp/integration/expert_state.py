@@ -44,20 +44,18 @@ def read_state(optimizer: Any, parameter: torch.nn.Parameter) -> StatePiece:
         optimizer: as Megatron built it; optimizers may be chained.
         parameter: of the model.
     """
+    main = getattr(parameter, "main_param", None)
+    tensors = {} if main is None else {"param": main}
     for each in _unchained(optimizer):
         if isinstance(each, DistributedOptimizer):
             if parameter in each.model_param_gbuf_map:
                 span = each._get_model_param_range_map(parameter)["param"]
-                tensors = each._get_main_param_and_optimizer_states(parameter)
-                return _piece(span.start, span.end, tensors)
-            continue
-        inner = each.optimizer
-        main = getattr(parameter, "main_param", None)
-        key = parameter if main is None else main
-        if key in inner.state:
-            tensors = {} if main is None else {"param": main}
-            return _piece(0, parameter.numel(), {**tensors, **inner.state[key]})
-    return NOTHING
+                shard = each._get_main_param_and_optimizer_states(parameter)
+                return _piece(span.start, span.end, shard)
+        else:
+            tensors.update(each.optimizer.state.get(parameter if main is None else main, {}))
+    # SGD without momentum keeps nothing but the fp32 copy.
+    return _piece(0, parameter.numel(), tensors) if tensors else NOTHING
 
 
 def _unchained(optimizer: Any) -> Iterator[Any]:

@@ -37,8 +37,8 @@ def attach(runtime: FSSDPRuntime, config: FSSDPConfig) -> None:
         print(outlook.describe(runtime), flush=True)
         if outlook.may_not_overlap(config):
             print(f"WARNING: {outlook.ONE_CONNECTION}", flush=True)
-    if config.fssdp_reshard_interval:
-        runtime.owners.listeners.append(partial(_tell_of_reshard, config.fssdp_reshard_interval))
+    if config.reshard_interval:
+        runtime.owners.listeners.append(partial(_tell_of_reshard, config.reshard_interval))
     if config.fssdp_log_plan:
         runtime.listeners.append(PlanPrinter(config.fssdp_log_plan))
     if config.fssdp_load_log is None:

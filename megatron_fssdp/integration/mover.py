@@ -30,12 +30,14 @@ class HomeLayout(NamedTuple):
 
     Attributes:
         shapes, dtypes: of the W parameters, as text.
+        trains: whether each requires gradients.
         spans: (start, stop) of the optimizer state of each.
         names: of the state's tensors, for each parameter that has some here.
     """
 
     shapes: tuple[str, ...]
     dtypes: tuple[str, ...]
+    trains: tuple[bool, ...]
     spans: tuple[tuple[int, int], ...]
     names: tuple[tuple[str, ...], ...]
 
@@ -71,6 +73,7 @@ class Mover:
         return HomeLayout(
             tuple(str(tuple(weight.shape)) for weight in weights),
             tuple(str(weight.dtype) for weight in weights),
+            tuple(weight.requires_grad for weight in weights),
             tuple((piece.start, piece.stop) for piece in pieces),
             tuple(piece.names for piece in pieces),
         )
@@ -174,10 +177,11 @@ def find_problem(layouts: dict[int, list[HomeLayout]]) -> str | None:
         return f"optimizers keep different tensors of different experts: {sorted(names)}"
     for rank, homes in layouts.items():
         for index, home in enumerate(homes):
-            if (home.shapes, home.dtypes) != (reference.shapes, reference.dtypes):
+            if home[:3] != reference[:3]:
                 return (
-                    f"rank {rank}'s home {index} has parameters {home.shapes} {home.dtypes}, "
-                    f"others have {reference.shapes} {reference.dtypes}"
+                    f"rank {rank}'s home {index} has parameters of {home.shapes} {home.dtypes}, "
+                    f"trained {home.trains}; others have {reference.shapes} {reference.dtypes}, "
+                    f"trained {reference.trains}"
                 )
     return None
 

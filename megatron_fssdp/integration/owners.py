@@ -113,7 +113,7 @@ class Owners:
                 layer.shape,
                 layer.shared.rate,
                 self._config.fssdp_sharding,
-                self._config.fssdp_reshard_interval,
+                self._config.reshard_interval,
                 sync_parameters,
             )
 
@@ -163,7 +163,7 @@ class Owners:
     def end_iteration(self, iteration: int) -> None:
         """Let the next forward look at the owners, if it is time."""
         self._iteration = iteration
-        interval = self._config.fssdp_reshard_interval
+        interval = self._config.reshard_interval
         if interval and iteration % interval == 0:
             for resharder in self.resharders.values():
                 resharder.mover.ownership.is_due = True

@@ -134,7 +134,11 @@ def _use_model(model: Any, optimizer: Any) -> None:
     from megatron.training import get_args
 
     _prepare(model, optimizer)
-    _runtimes[-1].iteration = get_args().iteration
+    iteration = get_args().iteration
+    _runtimes[-1].iteration = iteration
+    if iteration:
+        # A look at the owners may have been due when the checkpoint was written.
+        _runtimes[-1].owners.end_iteration(iteration)
 
 
 def _prepare(model: Any, optimizer: Any) -> None:
@@ -162,7 +166,7 @@ def _prepare(model: Any, optimizer: Any) -> None:
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     inner = [getattr(each, "optimizer", None) for each in chained]
     runtime.watch_optimizers(each for each in inner if each is not None)
-    if runtime.config.moe_parallel == "fssdp" and runtime.config.fssdp_reshard_interval:
+    if runtime.config.moe_parallel == "fssdp" and runtime.config.reshard_interval:
         _enable_resharding(runtime, model, optimizer)
 
 

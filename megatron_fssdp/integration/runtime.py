@@ -33,10 +33,13 @@ from megatron_fssdp.integration.records import IterationRecord
 from megatron_fssdp.integration.state import GroupState, LayerState, read_counts, read_traffic
 from megatron_fssdp.integration.step import LayerStep, calibrate_step
 from megatron_fssdp.planning.cost import LayerShape
+from megatron_fssdp.planning.moves import Homes
 from megatron_fssdp.planning.plan import Int64Array, LayerPlan, Plan
 from megatron_fssdp.planning.planner import plan_layers
 from megatron_fssdp.planning.predict import PREDICTORS, Predictor, SlidingMean
 from megatron_fssdp.planning.topology import NVLINK, LinkClass
+
+STATE_VERSION = 1
 
 
 @dataclass(eq=False)
@@ -241,6 +244,7 @@ class FSSDPRuntime:
     def state_dict(self) -> dict[str, Any]:
         """Return the loads seen and the owners, in tensors and plain values."""
         return {
+            "version": STATE_VERSION,
             "owners": self.owners.state_dict(),
             "loads": [
                 {
@@ -257,22 +261,40 @@ class FSSDPRuntime:
             return SlidingMean(self.config.fssdp_prediction_window)
         return PREDICTORS[self.config.fssdp_predictor]()
 
+    def check_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state, proved to be one.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is not.
+        """
+        if state["version"] != STATE_VERSION:
+            raise ValueError(f"its format is {state['version']}, this reads {STATE_VERSION}")
+        for each in state["owners"]:
+            Homes(each["owner"].numpy(), each["home"].numpy())
+        for each in state["loads"]:
+            predicted_LE = self._read_predictor(each).predict()
+            if predicted_LE is not None and (predicted_LE.ndim != 2 or predicted_LE.min() < 0):
+                raise ValueError("its loads are no counts of tokens")
+        return state
+
     def load_state_dict(self, state: dict[str, Any]) -> str:
-        """Take over a state; what does not fit this model is left out.
+        """Take over a checked state; what does not fit this model is left out.
 
         Returns:
             One sentence on what was taken.
         """
-        owners = self.owners.load_state_dict(state["owners"])
+        # Where owners may not change, something else may keep state by place.
+        owners = "experts start even: their owners are fixed"
+        if self.config.reshard_interval:
+            owners = self.owners.load_state_dict(state["owners"])
         num_layers = 0
         for each in state["loads"]:
             indices = tuple(each["layers"])
+            predictor = self._read_predictor(each)
+            predicted_LE = predictor.predict()
             known = each["predictor"] == self.config.fssdp_predictor
             if not known or any(index >= len(self._layers) for index in indices):
                 continue
-            predictor = self._new_predictor()
-            predictor.load_state_dict({key: value.tolist() for key, value in each["state"].items()})
-            predicted_LE = predictor.predict()
             sizes = {(len(indices), self._layers[index].num_experts) for index in indices}
             if predicted_LE is None or sizes != {predicted_LE.shape}:
                 continue
@@ -282,6 +304,13 @@ class FSSDPRuntime:
                 self._layers[index].step = None
             num_layers += len(indices)
         return f"loads of {num_layers} MoE layers in the checkpoint; {owners}"
+
+    def _read_predictor(self, saved: dict[str, Any]) -> Predictor:
+        predictor = PREDICTORS[saved["predictor"]]()
+        if saved["predictor"] == "sliding":
+            predictor = SlidingMean(self.config.fssdp_prediction_window)
+        predictor.load_state_dict({key: value.tolist() for key, value in saved["state"].items()})
+        return predictor
 
     def _close_iteration(self) -> dict[int, Int64Array]:
         """Report the finished iteration to the listeners.

@@ -13,6 +13,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import check_is_distributed_checkpoint
@@ -20,12 +22,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_fssdp.integration.runtime import FSSDPRuntime
 
-VERSION = 1
-
 
 def describe(runtime: FSSDPRuntime) -> ShardedObject:
     """Return this rank's entry of a sharded state, under "fssdp" of its top level."""
-    return _entry({"version": VERSION, **runtime.state_dict()})
+    return _entry(runtime.state_dict())
 
 
 def restore(runtime: FSSDPRuntime, folder: str | Path) -> str:
@@ -39,15 +39,32 @@ def restore(runtime: FSSDPRuntime, folder: str | Path) -> str:
         One sentence for the log on what was found.
     """
     if not Path(folder).exists() or not check_is_distributed_checkpoint(str(folder)):
-        return "no loads or owners in the checkpoint"
+        return "no loads or owners in the checkpoint: experts start even"
     entry = _entry(None)
     known = serialization.load_sharded_metadata(str(folder))
-    if entry.unique_key not in {getattr(each, "unique_key", None) for each in known.values()}:
-        return "no loads or owners in the checkpoint: experts start even"
-    found: dict[str, Any] = dist_checkpointing.load({"fssdp": entry}, str(folder))["fssdp"]
-    if found.get("version") != VERSION:
-        return f"the checkpoint's loads and owners have format {found.get('version')}: not used"
-    return runtime.load_state_dict(found)
+    keys = {getattr(each, "unique_key", None) for each in known.values()}
+    if not _all_ranks(entry.unique_key in keys):
+        return "no loads or owners for this layout in the checkpoint: experts start even"
+    problem, state = "", None
+    try:
+        found = dist_checkpointing.load({"fssdp": entry}, str(folder))["fssdp"]
+        state = runtime.check_state_dict(found)
+    except Exception as error:  # whatever a damaged file makes of itself
+        problem = f" ({type(error).__name__}: {error})"
+    if not _all_ranks(state is not None):
+        return (
+            f"the checkpoint's loads and owners are damaged: not used{problem}, experts start even"
+        )
+    assert state is not None
+    return runtime.load_state_dict(state)
+
+
+def _all_ranks(is_so: bool) -> bool:
+    """Whether it is so on every rank. Collective over the world."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    votes = torch.tensor([int(is_so)], device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+    return bool(votes.item())
 
 
 def _entry(data: dict[str, Any] | None) -> ShardedObject:

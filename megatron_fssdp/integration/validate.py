@@ -7,9 +7,11 @@ same sentence: the flags, what was found, what is allowed, the way out. Read fro
 0.19.2; a flag that Megatron adds later and that touches the MoE layer belongs in `RULES`.
 """
 
+import functools
+import os
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_fssdp.config import FSSDPConfig
@@ -311,7 +313,7 @@ def validate(args: Namespace) -> FSSDPConfig:
     config = FSSDPConfig.from_args(args)
     if config.moe_parallel == "fssdp":
         _check_sizes(config, args.num_experts, args.expert_model_parallel_size)
-        _check_resharding(config, args)
+        config = _resharding(config, args)
         for rule in RULES:
             value = getattr(args, rule.name, None)
             if rule.is_bad(value):
@@ -348,32 +350,48 @@ def _check_sizes(config: FSSDPConfig, num_experts: int | None, num_ranks: int) -
         )
 
 
-def _check_resharding(config: FSSDPConfig, args: Namespace) -> None:
-    """Refuse what takes owners for constant, or keeps state where it cannot be moved."""
-    if not config.fssdp_reshard_interval:
-        return
-    for flag, name, reason in (
-        (
-            "--use-precision-aware-optimizer",
-            "use_precision_aware_optimizer",
-            "its state cannot move between ranks",
-        ),
-        (
-            "--optimizer-cpu-offload",
-            "optimizer_cpu_offload",
-            "its state cannot move between ranks",
-        ),
-        (
-            "--ckpt-assume-constant-structure",
-            "ckpt_assume_constant_structure",
-            "a checkpoint would be written by the owners of the first",
-        ),
-    ):
-        if getattr(args, name, False):
-            raise ValueError(
-                f"--fssdp-reshard-interval {config.fssdp_reshard_interval} does not work with "
-                f"{flag}: {reason}; add --fssdp-reshard-interval 0, or drop the flag."
-            )
+def _resharding(config: FSSDPConfig, args: Namespace) -> FSSDPConfig:
+    """Settle how often owners may change: never where other flags take their places for constant.
+
+    Raises:
+        ValueError: the user asked for it by number.
+    """
+    obstacle = _resharding_obstacle(args)
+    if obstacle is None or config.fssdp_reshard_interval == 0:
+        return config
+    flag, reason = obstacle
+    if config.fssdp_reshard_interval is None:
+        if os.environ.get("RANK", "0") == "0":
+            print(f" fssdp: experts keep their owners, because of {flag}: {reason}", flush=True)
+        return replace(config, fssdp_reshard_interval=0)
+    raise ValueError(
+        f"--fssdp-reshard-interval {config.fssdp_reshard_interval} does not work with {flag}: "
+        f"{reason}; change that, or use --fssdp-reshard-interval 0."
+    )
+
+
+def _resharding_obstacle(args: Namespace) -> tuple[str, str] | None:
+    """Return a flag that experts cannot change owners with, and why."""
+    get = functools.partial(getattr, args)
+    if get("use_precision_aware_optimizer", False):
+        return "--use-precision-aware-optimizer", "its state cannot move between ranks"
+    if get("optimizer_cpu_offload", False):
+        return "--optimizer-cpu-offload", "its state cannot move between ranks"
+    if not get("save", None):
+        return None
+    if get("ckpt_format", "torch_dist") != "torch_dist":
+        return f"--ckpt-format {args.ckpt_format}", "it saves parameters by place (use torch_dist)"
+    if get("ckpt_assume_constant_structure", False):
+        return "--ckpt-assume-constant-structure", "it would save by the first checkpoint's owners"
+    if get("non_persistent_ckpt_type", None) not in (None, "global"):
+        return "--non-persistent-ckpt-type", "such checkpoints save parameters by place"
+    by_expert = get("dist_ckpt_optim_fully_reshardable", False) or get("no_save_optim", False)
+    if get("use_distributed_optimizer", False) and not by_expert:
+        return (
+            "--use-distributed-optimizer",
+            "its checkpoints keep state by place (add --dist-ckpt-optim-fully-reshardable)",
+        )
+    return None
 
 
 def _show(value: Any) -> str:

@@ -20,7 +20,7 @@ FLAGS = {
     "--fssdp-ranks-per-node": None,
     "--fssdp-planner": "gain",
     "--fssdp-balance-tolerance": 0.01,
-    "--fssdp-reshard-interval": 100,
+    "--fssdp-reshard-interval": None,
     "--fssdp-sharding": "swaps",
     "--fssdp-collectives": "auto",
     "--fssdp-overlap": "on",

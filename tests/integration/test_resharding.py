@@ -86,8 +86,13 @@ def test_bf16_master_parameters_move_too() -> None:
     """After a move the first step equals: then rounding may flip a token's expert."""
     job = Job(ep=4, steps=3, params_dtype=torch.bfloat16, clip_grad=0.0)
     job = replace(job, fssdp={"fssdp_num_replica_slots": 0}).as_fssdp()
-    for distributed in (False, True):
-        each = replace(job, distributed_optimizer=distributed)
+    for changes in (
+        {},
+        {"distributed_optimizer": True},
+        # Keeps nothing but the master parameter.
+        {"optimizer": "sgd", "lr": 0.1},
+    ):
+        each = replace(job, **changes)
         stays, moves = train(4, each, replace(each, reshard_every=1))
         assert_moved(moves, 2)
         assert moves[0].losses == stays[0].losses
@@ -131,7 +136,12 @@ def test_checkpoints_of_moved_experts_are_plain(tmp_path: Any, distributed_optim
     for world_size, other, found in (
         (4, job, ""),
         (2, replace(job, ep=2), ""),
-        (4, job.as_fssdp(), "loads of 3 MoE layers in the checkpoint; experts are where they were"),
+        (8, job.as_fssdp(), "no loads or owners for this layout in the checkpoint"),
+        (
+            4,
+            job.as_fssdp(fssdp_reshard_interval=0),
+            "loads of 3 MoE layers in the checkpoint; experts start even: their owners are fixed",
+        ),
         (4, moved, "loads of 3 MoE layers in the checkpoint; experts are where they were"),
         (
             2,
@@ -140,6 +150,7 @@ def test_checkpoints_of_moved_experts_are_plain(tmp_path: Any, distributed_optim
         ),
     ):
         results = run_ranks(world_size, _resume, other, str(folder), 5, 3, timeout_s=240)
+        assert len({restored for _, restored in results}) == 1
         losses, restored = results[0]
         assert restored.startswith(found)
         assert losses == pytest.approx(want, rel=1e-5), (world_size, other)
@@ -216,6 +227,59 @@ def _refuse_a_move(job: Job) -> tuple[list[float], list[str | None]]:
     results = run.reshard(3)
     run.runtime.close()
     return [each.is_done for each in results], [each.problem for each in results]
+
+
+def _move_frozen(job: Job) -> tuple[list[bool], list[str | None]]:
+    run = TinyRun(job)
+    run.step(0)
+    results = run.reshard(3)
+    run.runtime.close()
+    return [each.is_done for each in results], [each.problem for each in results]
+
+
+def test_frozen_experts_do_not_trade_places_with_trained_ones() -> None:
+    job = Job(ep=2, steps=3, freeze="local_experts.0").as_fssdp()
+    for done, problems in run_ranks(2, _move_frozen, job):
+        assert done == [False]
+        assert "trained (True, True)" in problems[0]
+        assert "trained (False, False)" in problems[0]
+
+
+def test_damaged_loads_and_owners_are_found_before_anything_changes() -> None:
+    from megatron_fssdp.config import FSSDPConfig
+    from megatron_fssdp.integration.runtime import FSSDPRuntime
+
+    def state(**changes: Any) -> dict[str, Any]:
+        owners = {
+            "num_ranks": 2,
+            "owner": torch.tensor([[0, 0, 1, 1]]),
+            "home": torch.tensor([[0, 1, 0, 1]]),
+        }
+        loads = {
+            "layers": [0],
+            "predictor": "exponential",
+            "state": {"mean": torch.tensor([[5, 1, 1, 1]])},
+        }
+        return {"version": 1, "owners": [owners], "loads": [loads], **changes}
+
+    runtime = FSSDPRuntime(FSSDPConfig())
+    assert runtime.check_state_dict(state()) is not None
+    good = state()
+    for damaged in (
+        {},
+        state(version=7),
+        state(owners=[{**good["owners"][0], "owner": torch.tensor([[0, 0, 0, 1]])}]),
+        state(owners=[{**good["owners"][0], "home": torch.tensor([[0, 0, 0, 1]])}]),
+        state(
+            loads=[{**good["loads"][0], "state": {"mean": torch.tensor([[-7, 1, 1, 1]]) * 10**6}}]
+        ),
+        state(loads=[{**good["loads"][0], "state": {"mean": torch.tensor([5.0])}}]),
+        state(loads=[{**good["loads"][0], "predictor": "oracle"}]),
+        state(loads=[{"layers": [0]}]),
+    ):
+        with pytest.raises((ValueError, KeyError, TypeError)):
+            runtime.check_state_dict(damaged)
+    runtime.close()
 
 
 def test_what_cannot_move_stays_and_is_told_on_all_ranks() -> None:

@@ -134,15 +134,29 @@ def test_all_spare_slots_are_allowed(parser: ArgumentParser) -> None:
 
 
 @pytest.mark.parametrize(
-    "flag",
+    ("flags", "named"),
     [
-        "--use-precision-aware-optimizer",
-        "--optimizer-cpu-offload",
-        "--ckpt-assume-constant-structure",
+        ("--use-precision-aware-optimizer", "--use-precision-aware-optimizer"),
+        ("--optimizer-cpu-offload", "--optimizer-cpu-offload"),
+        ("--save x --ckpt-assume-constant-structure", "--ckpt-assume-constant-structure"),
+        ("--save x --ckpt-format torch", "--ckpt-format torch"),
+        ("--save x --use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"),
+        ("--save x --non-persistent-ckpt-type local", "--non-persistent-ckpt-type"),
     ],
 )
-def test_state_that_cannot_move_needs_fixed_owners(flag: str, parser: ArgumentParser) -> None:
-    words = f"{GOOD} {flag}"
-    with pytest.raises(ValueError, match="add --fssdp-reshard-interval 0"):
-        validate(parser.parse_args(words.split()))
+def test_state_that_is_kept_by_place_needs_fixed_owners(
+    flags: str, named: str, parser: ArgumentParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"{GOOD} {flags}"
+    with pytest.raises(ValueError, match=f"does not work with .*{named}"):
+        validate(parser.parse_args(f"{words} --fssdp-reshard-interval 10".split()))
+    assert validate(parser.parse_args(words.split())).reshard_interval == 0
+    assert named in capsys.readouterr().out
     validate(parser.parse_args(f"{words} --fssdp-reshard-interval 0".split()))
+
+
+def test_owners_may_change_by_default(parser: ArgumentParser) -> None:
+    for flags in ("", "--save x", "--use-distributed-optimizer"):
+        assert validate(parser.parse_args(f"{GOOD} {flags}".split())).reshard_interval == 100
+    flags = "--save x --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+    assert validate(parser.parse_args(f"{GOOD} {flags}".split())).reshard_interval == 100
