@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.integration.test_copy_options import SLOW_COMPUTE, SLOW_NETWORK
 from tests.integration.test_equality import assert_equal_training, train
 from tests.integration.tiny import Job, TinyRun, Trained, merge
 from tests.ranks import run_ranks
@@ -80,6 +81,43 @@ def test_moving_changes_no_result(layout: str) -> None:
     for ours, theirs in zip(got, want, strict=True):
         assert ours.losses == pytest.approx(theirs.losses, rel=1e-6)
         assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=1e-5)
+
+
+def _decide(job: Job) -> tuple[Trained, list[Any]]:
+    run, looks = TinyRun(job), []
+    run.runtime.owners.listeners.append(lambda iteration, result: looks.append((iteration, result)))
+    return run.train(), looks
+
+
+@pytest.mark.parametrize("sharding", ["swaps", "load"])
+@pytest.mark.parametrize("pays", [True, False])
+def test_experts_move_when_the_model_says_that_it_pays(
+    sharding: str, pays: bool, tmp_path: Any
+) -> None:
+    """The whole way: loads, new owners, the decision, the move, the log line."""
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(SLOW_COMPUTE if pays else SLOW_NETWORK)
+    job = Job(ep=2, steps=7, num_layers=3)
+    ours = job.as_fssdp(
+        # Replicas would level these ranks by themselves.
+        fssdp_num_replica_slots=0,
+        fssdp_reshard_interval=2,
+        fssdp_sharding=sharding,
+        fssdp_cluster=str(cluster),
+    )
+    (want,) = train(4, job)
+    results = run_ranks(4, _decide, ours)
+    got, looks = [trained for trained, _ in results], results[0][1]
+    assert_equal_training(got, want)
+    assert [iteration for iteration, _ in looks] == [2, 4, 6]
+    for _, theirs in results[1:]:
+        assert [look.is_done for _, look in theirs] == [look.is_done for _, look in looks]
+    done = [result.is_done for _, result in looks]
+    assert any(done) == pays
+    for iteration, result in looks:
+        line = result.describe(iteration + 1, 2)
+        assert f"re-sharding before iteration {iteration + 1}: {result.num_moves} experts" in line
+        assert ("moved in" in line) == result.is_done
 
 
 def test_bf16_master_parameters_move_too() -> None:
