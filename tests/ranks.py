@@ -15,9 +15,18 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+
+# FSSDP_ALL=1 runs every combination; by default the longest tests run a covering few.
+ALL = os.environ.get("FSSDP_ALL", "0") not in ("", "0")
+
+
+def a_few(cases: Sequence[Any], few: Sequence[int]) -> list[Any]:
+    """Return all cases with FSSDP_ALL=1, else those at the positions `few`."""
+    return list(cases) if ALL else [cases[position] for position in few]
+
 
 PRELOAD = [
     "torch",

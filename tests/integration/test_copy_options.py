@@ -15,6 +15,7 @@ import torch
 
 from tests.integration.test_equality import assert_equal_training, assert_replicated, train
 from tests.integration.tiny import Job, Trained, merge
+from tests.ranks import a_few
 
 RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
@@ -37,15 +38,19 @@ def _bit_equal(first: list[Trained], second: list[Trained]) -> bool:
     )
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("distributed_optimizer", [False, True])
-@pytest.mark.parametrize("num_microbatches", [1, 4])
+# By default: neither, and all three. Each runs all eight ways for copies.
+SETTINGS = list(product((1, 4), (False, True), (False, True)))
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "distributed_optimizer", "recompute"), a_few(SETTINGS, (0, 4, 7))
+)
 def test_every_combination_equals_ep(
     num_microbatches: int, distributed_optimizer: bool, recompute: bool
 ) -> None:
     job = Job(
         ep=4,
-        steps=4,
+        steps=3,
         num_microbatches=num_microbatches,
         distributed_optimizer=distributed_optimizer,
         model=RECOMPUTE if recompute else {},
@@ -89,7 +94,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", a_few(list(LAYOUTS), (1, 2, 5)))
 def test_layouts_with_trees_on_eight_ranks(layout: str) -> None:
     """Expert data parallelism 2 or two pipeline stages; replicas kept, and re-materialized."""
     job = Job(steps=3, **LAYOUTS[layout])

@@ -8,6 +8,7 @@ lives. Else sums run in another order: 1e-6.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from tests.integration.test_copy_options import SLOW_COMPUTE, SLOW_NETWORK
 from tests.integration.test_equality import assert_equal_training, train
 from tests.integration.tiny import Job, TinyRun, Trained, merge
-from tests.ranks import run_ranks
+from tests.ranks import ALL, a_few, run_ranks
 
 
 def assert_moved(results: list[Trained], times: int) -> None:
@@ -26,19 +27,23 @@ def assert_moved(results: list[Trained], times: int) -> None:
         assert all(each.num_moves > 0 for each in result.reshards)
 
 
-@pytest.mark.parametrize("distributed_optimizer", [False, True])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "distributed_optimizer"),
+    a_few(list(product((2, 4, 8), (False, True))), (1, 2)),
+)
 def test_moving_changes_no_bit(world_size: int, distributed_optimizer: bool) -> None:
+    steps, every = (60, 10) if ALL else (21, 5)
     job = Job(
         ep=world_size,
-        steps=21,
+        steps=steps,
+        num_experts=16,
         num_layers=3,
         clip_grad=0.0,
         distributed_optimizer=distributed_optimizer,
         fssdp={"fssdp_num_replica_slots": 0},
     ).as_fssdp()
-    stays, moves = train(world_size, job, replace(job, reshard_every=5))
-    assert_moved(moves, 4)
+    stays, moves = train(world_size, job, replace(job, reshard_every=every))
+    assert_moved(moves, (steps - 1) // every)
     assert moves[0].losses == stays[0].losses
     for name in ("params", "grads", "moments"):
         ours, theirs = merge(moves, name), merge(stays, name)
@@ -71,11 +76,11 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", a_few(list(LAYOUTS), (0, 3, 4, 6, 7, 10)))
 def test_moving_changes_no_result(layout: str) -> None:
-    job = Job(steps=9, **LAYOUTS[layout])
+    job = Job(steps=7, **LAYOUTS[layout])
     want, got = train(4, job, replace(job.as_fssdp(), reshard_every=2))
-    assert_moved(got, 4)
+    assert_moved(got, 3)
     if job.pp == 1:
         assert_equal_training(got, want)
     for ours, theirs in zip(got, want, strict=True):
@@ -89,8 +94,9 @@ def _decide(job: Job) -> tuple[Trained, list[Any]]:
     return run.train(), looks
 
 
-@pytest.mark.parametrize("sharding", ["swaps", "load"])
-@pytest.mark.parametrize("pays", [True, False])
+@pytest.mark.parametrize(
+    ("pays", "sharding"), a_few(list(product((True, False), ("swaps", "load"))), (1, 2))
+)
 def test_experts_move_when_the_model_says_that_it_pays(
     sharding: str, pays: bool, tmp_path: Any
 ) -> None:
@@ -158,7 +164,7 @@ def _resume(job: Job, folder: str, first: int, more: int) -> tuple[list[float], 
     return losses, getattr(run, "restored", "")
 
 
-@pytest.mark.parametrize("distributed_optimizer", [False, True])
+@pytest.mark.parametrize("distributed_optimizer", a_few((False, True), (1,)))
 def test_checkpoints_of_moved_experts_are_plain(tmp_path: Any, distributed_optimizer: bool) -> None:
     """FSSDP with moved experts -> EP 4, EP 2, FSSDP with even and with other owners.
 
