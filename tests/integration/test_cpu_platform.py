@@ -121,7 +121,6 @@ def test_resumed_training_equals_uninterrupted(moe_parallel: str, tmp_path: Path
     resumed = pretrain(*flags, "--load", folder, "--ckpt-step", "2")
     assert resumed.status == 0, resumed.output
     assert len(whole.grad_norms) == 5
-    assert resumed.grad_norms == pytest.approx(whole.grad_norms[2:], abs=0.0011)
-    # The first iteration after a resume has no replicas yet, so FSSDP adds in another order there.
-    tolerance = 1e-6 if moe_parallel == "fssdp" else 0
-    assert resumed.losses[-1] == pytest.approx(whole.losses[-1], rel=tolerance, abs=0)
+    # FSSDP's loads and owners were in the checkpoint: it adds in the same order.
+    assert resumed.grad_norms == whole.grad_norms[2:]
+    assert resumed.losses[-1] == whole.losses[-1]

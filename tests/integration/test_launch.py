@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fssdp.integration.cpu_platform import MEGATRON_FLAGS
+from tests.integration.test_copy_options import SLOW_COMPUTE
 from tests.pretrain import MODEL_FLAGS, ROOT, pretrain
 
 # Parses like Megatron-LM's pretrain_gpt.py: with its own provider and its own defaults.
@@ -112,3 +113,32 @@ def test_pretrain_refuses_what_it_lacks() -> None:
     job = pretrain("--train-iters", "1", "--sft")
     assert job.status == 1
     assert "--sft is not supported by this pretrain_gpt.py" in job.output
+
+
+@pytest.mark.slow
+def test_moved_experts_are_saved_and_resumed_by_the_command_line(tmp_path: Path) -> None:
+    """Owners change by the model's own decision; the checkpoint serves FSSDP and plain EP."""
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(SLOW_COMPUTE)
+    common = (
+        "--train-iters", "7", "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable",
+    )  # fmt: skip
+    fssdp = (
+        *common, "--moe-parallel", "fssdp", "--fssdp-num-replica-slots", "0",
+        "--fssdp-reshard-interval", "2", "--fssdp-sharding", "load", "--fssdp-check-plans",
+        "--fssdp-cluster", str(cluster),
+    )  # fmt: skip
+    folder = str(tmp_path / "checkpoints")
+    whole = pretrain(*fssdp, "--save", folder, "--save-interval", "4", "--async-save")
+    assert whole.status == 0, whole.output
+    assert "experts, " in whole.output
+    assert "moved in" in whole.output
+    resumed = pretrain(*fssdp, "--load", folder, "--ckpt-step", "4")
+    assert resumed.status == 0, resumed.output
+    assert "experts are where they were" in resumed.output
+    assert resumed.grad_norms == whole.grad_norms[4:]
+    assert resumed.losses[-1] == whole.losses[-1]
+    ep = pretrain(*common, "--load", folder, "--ckpt-step", "4")
+    assert ep.status == 0, ep.output
+    assert ep.losses[-1] == pytest.approx(whole.losses[-1], rel=1e-5)
+    assert ep.grad_norms == pytest.approx(whole.grad_norms[4:], abs=0.0011)
