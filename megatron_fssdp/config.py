@@ -64,6 +64,12 @@ class FSSDPConfig:
     paper's algorithm 2, all layers together; a rank may own from none to all experts of a
     layer."""
 
+    fssdp_owners: str | None = None
+    """JSON file with the owners to start from: {"3": [0, 0, 1, 1], ...}, by the number of the MoE
+    layer (from 1, as in the model) the rank of each expert in the expert-parallel group. Layers
+    that are not named start even. Over the layers of a model chunk every rank must own as many. A
+    resumed run keeps the checkpoint's owners."""
+
     fssdp_collectives: Literal["auto", "flat", "tree"] = "auto"
     """How copies travel. flat: from the owner to each replica. tree: once to each other node, and
     from there on inside it; gradients are summed inside a node before they cross. auto: whichever

@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,6 +107,34 @@ def make_groups(wanted: Sequence[dist.ProcessGroup | Sequence[int]], purpose: st
             dist.all_reduce(torch.zeros(1, device=device), group=group)
             made[ranks] = group
     return made
+
+
+def read_owners(path: str) -> dict[int, list[int]]:
+    """Read `--fssdp-owners`, the same on every rank. Collective over the world.
+
+    Returns:
+        The owner of each expert, by the number of the MoE layer.
+
+    Raises:
+        ValueError: on every rank, if a rank cannot read the file, or reads another.
+    """
+    problem, owners = None, {}
+    try:
+        read = json.loads(Path(path).read_text(encoding="utf-8"))
+        owners = {int(number): [int(rank) for rank in ranks] for number, ranks in read.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        problem = str(error)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (problem, owners))
+    for rank, (found, theirs) in enumerate(everyone):
+        if found or theirs != everyone[0][1]:
+            why = found or "it differs from rank 0's"
+            raise ValueError(
+                f"--fssdp-owners {path} cannot be used on rank {rank}: {why}; give every rank the "
+                'same JSON file, as {"1": [0, 0, 1, 1], ...}: the number of a MoE layer, the '
+                "owner of each expert."
+            )
+    return owners
 
 
 def peers_of(expert_group: dist.ProcessGroup, replica_group: dist.ProcessGroup) -> list[list[int]]:

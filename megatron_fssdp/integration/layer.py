@@ -85,7 +85,7 @@ class FSSDPMoELayer(MoELayer):
     def set_layer_number(self, layer_number: int) -> None:
         """Take the number that the transformer layer gives; messages name it."""
         super().set_layer_number(layer_number)
-        self._runtime.rename_layer(self._index, f"MoE layer {layer_number}")
+        self._runtime.number_layer(self._index, layer_number)
 
     def start_replicas(self) -> None:
         """Start to fetch this forward's replicas: call it before the layer's attention."""

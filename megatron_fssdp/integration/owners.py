@@ -17,7 +17,7 @@ from megatron_fssdp.integration.mover import Mover
 from megatron_fssdp.integration.ownership import LayerHomes, Ownership
 from megatron_fssdp.integration.resharding import Reshard, Resharder
 from megatron_fssdp.integration.state import LayerState
-from megatron_fssdp.planning.moves import Homes
+from megatron_fssdp.planning.moves import Homes, plan_moves
 from megatron_fssdp.planning.plan import Int64Array
 from megatron_fssdp.planning.planner import PlanSettings
 from megatron_fssdp.planning.sharding import shard_evenly
@@ -117,6 +117,30 @@ class Owners:
                 sync_parameters,
             )
 
+        if self._config.fssdp_owners is not None:
+            self._start_from(self._config.fssdp_owners)
+
+    def _start_from(self, path: str) -> None:
+        """Let the first forward begin with the owners of a file."""
+        wanted = agreement.read_owners(path)
+        for ownership in self._ownerships():
+            start_LE = ownership.owner_LE.copy()
+            for layer in self._layers:
+                if layer.ownership is not ownership or layer.number not in wanted:
+                    continue
+                owners = wanted[layer.number]
+                if len(owners) != layer.num_experts:
+                    raise ValueError(
+                        f"--fssdp-owners {path} has {len(owners)} owners for {layer.name}, which "
+                        f"has {layer.num_experts} experts; name the owner of each."
+                    )
+                start_LE[layer.position] = owners
+            try:
+                plan_moves(ownership.homes, start_LE)
+            except ValueError as error:
+                raise ValueError(f"--fssdp-owners {path}: {error}") from error
+            ownership.start_LE, ownership.is_due = start_LE, True
+
     def state_dict(self) -> list[dict[str, Any]]:
         """Return who lives where, for each set of layers that share homes."""
         return [
@@ -141,6 +165,7 @@ class Owners:
             return "experts start even: the checkpoint's owners are of another layout"
         for ownership, each in zip(ownerships, state, strict=True):
             ownership.homes = Homes(each["owner"].numpy(), each["home"].numpy())
+            ownership.start_LE = None
             self._resize(ownership)
         return "experts are where they were"
 
@@ -174,6 +199,10 @@ class Owners:
         if ownership is None or not ownership.is_due or is_in_backward():
             return
         ownership.is_due = False
+        if ownership.start_LE is not None:
+            start_LE, ownership.start_LE = ownership.start_LE, None
+            self.after_reshard(ownership, self.resharders[id(ownership)].move(start_LE))
+            return
         indices = [i for i, layer in enumerate(self._layers) if layer.ownership is ownership]
         loads = [self._layers[i].predicted_E for i in indices]
         resharder = self.resharders.get(id(ownership))

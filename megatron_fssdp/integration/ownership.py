@@ -43,12 +43,14 @@ class Ownership:
         rank: this rank, in the expert-parallel group.
         layers: the homes of each layer's module, E / R each, numbered layer by layer.
         is_due: whether it is time to look at the owners again.
+        start_LE: (L, E) int64 owners to take before the first forward, whatever they save.
     """
 
     homes: Homes
     rank: int
     layers: list[LayerHomes]
     is_due: bool = False
+    start_LE: Int64Array | None = None
 
     @property
     def owner_LE(self) -> Int64Array:

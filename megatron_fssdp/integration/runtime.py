@@ -123,9 +123,9 @@ class FSSDPRuntime:
             default=0,
         )
 
-    def rename_layer(self, index: int, name: str) -> None:
-        """Give a layer its name in messages, before its first forward."""
-        self._layers[index].name = name
+    def number_layer(self, index: int, number: int) -> None:
+        """Give a layer its number in the model, which messages name, before its first forward."""
+        self._layers[index].number, self._layers[index].name = number, f"MoE layer {number}"
 
     def layer_shapes(self) -> list[tuple[int, int]]:
         """Return (R, E) of each layer."""

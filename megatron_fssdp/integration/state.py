@@ -42,6 +42,8 @@ class LayerState:
     group: dist.ProcessGroup
     shared: GroupState
     shape: LayerShape | None
+    # The layer's number in the model, from 1; 0 until it is told.
+    number: int = 0
     # Both on the device; read once an iteration.
     counts_RE: torch.Tensor | None = None
     loads_R: torch.Tensor | None = None

@@ -357,16 +357,18 @@ def _resharding(config: FSSDPConfig, args: Namespace) -> FSSDPConfig:
         ValueError: the user asked for it by number.
     """
     obstacle = _resharding_obstacle(args)
-    if obstacle is None or config.fssdp_reshard_interval == 0:
+    if config.fssdp_owners is not None and config.fssdp_reshard_interval == 0:
+        obstacle = ("--fssdp-owners", "it moves experts before the first iteration")
+    elif obstacle is None or config.fssdp_reshard_interval == 0:
         return config
     flag, reason = obstacle
-    if config.fssdp_reshard_interval is None:
+    if config.fssdp_reshard_interval is None and config.fssdp_owners is None:
         if os.environ.get("RANK", "0") == "0":
             print(f" fssdp: experts keep their owners, because of {flag}: {reason}", flush=True)
         return replace(config, fssdp_reshard_interval=0)
     raise ValueError(
-        f"--fssdp-reshard-interval {config.fssdp_reshard_interval} does not work with {flag}: "
-        f"{reason}; change that, or use --fssdp-reshard-interval 0."
+        f"--fssdp-reshard-interval {config.reshard_interval} does not work with {flag}: {reason}; "
+        "change that, or use --fssdp-reshard-interval 0 without --fssdp-owners."
     )
 
 

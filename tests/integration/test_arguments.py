@@ -22,6 +22,7 @@ FLAGS = {
     "--fssdp-balance-tolerance": 0.01,
     "--fssdp-reshard-interval": None,
     "--fssdp-sharding": "swaps",
+    "--fssdp-owners": None,
     "--fssdp-collectives": "auto",
     "--fssdp-overlap": "on",
     "--fssdp-rematerialize": False,
@@ -65,14 +66,14 @@ def test_values_are_plain_and_typed(parser: ArgumentParser) -> None:
         " --fssdp-predictor sliding --fssdp-prediction-window 7"
         " --fssdp-overlap-degree 4 --fssdp-ranks-per-node 8 --fssdp-planner load"
         " --fssdp-balance-tolerance 0.1 --fssdp-log-plan 10 --fssdp-load-log runs/x"
-        " --fssdp-reshard-interval 50 --fssdp-sharding load"
+        " --fssdp-reshard-interval 50 --fssdp-sharding load --fssdp-owners o.json"
         " --fssdp-collectives tree --fssdp-overlap off --fssdp-rematerialize --fssdp-calibration"
         " --fssdp-grad-dtype param --fssdp-cluster c.yaml --fssdp-check-plans"
     )
     config = FSSDPConfig.from_args(parser.parse_args(words.split()))
     values = [getattr(config, field.name) for field in fields(config)]
     ours = ["fssdp", 3, "sliding", 7, "4", 8, "load", 0.1]
-    copies = [50, "load", "tree", "off", True, True, "param", "c.yaml", True]
+    copies = [50, "load", "o.json", "tree", "off", True, True, "param", "c.yaml", True]
     assert values == [*ours, *copies, 10, "runs/x"]
     assert {type(value) for value in values} == {str, int, float, bool}
     assert config.overlap_degree == 4

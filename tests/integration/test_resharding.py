@@ -126,6 +126,28 @@ def test_experts_move_when_the_model_says_that_it_pays(
         assert ("moved in" in line) == result.is_done
 
 
+def test_owners_of_a_file_are_where_training_starts(tmp_path: Any) -> None:
+    """Layer 2's experts all on rank 1, layer 3's on rank 0: the same losses from the first on."""
+    owners, wrong, short = (tmp_path / name for name in ("owners.json", "wrong.json", "short.json"))
+    owners.write_text('{"2": [1, 1, 1, 1, 1, 1, 1, 1], "3": [0, 0, 0, 0, 0, 0, 0, 0]}')
+    wrong.write_text('{"2": [1, 1, 1, 1, 1, 1, 1, 1]}')
+    short.write_text('{"2": [1, 0]}')
+    job = Job(ep=2, steps=4, num_layers=3)
+    want, got = train(4, job, job.as_fssdp(fssdp_owners=str(owners)))
+    assert_equal_training(got, want)
+    for path, sentence in (
+        (wrong, "rank 0 owns 8 experts of all layers"),
+        (short, "has 2 owners for MoE layer 2, which has 8 experts"),
+        (tmp_path / "none.json", "cannot be used on rank 0"),
+    ):
+        for error in run_ranks(
+            2, _decide, job.as_fssdp(fssdp_owners=str(path)), check=False, timeout_s=100
+        ):
+            assert sentence in error
+    _, looks = run_ranks(2, _decide, job.as_fssdp(fssdp_owners=str(owners)))[0]
+    assert [(result.num_moves, result.is_done) for _, result in looks] == [(8, True)]
+
+
 def test_bf16_master_parameters_move_too() -> None:
     """After a move the first step equals: then rounding may flip a token's expert."""
     job = Job(ep=4, steps=3, params_dtype=torch.bfloat16, clip_grad=0.0)

@@ -155,6 +155,13 @@ def test_state_that_is_kept_by_place_needs_fixed_owners(
     validate(parser.parse_args(f"{words} --fssdp-reshard-interval 0".split()))
 
 
+def test_owners_of_a_file_need_owners_that_may_change(parser: ArgumentParser) -> None:
+    for flags in ("--fssdp-reshard-interval 0", "--save x --use-distributed-optimizer"):
+        with pytest.raises(ValueError, match="without --fssdp-owners"):
+            validate(parser.parse_args(f"{GOOD} --fssdp-owners o.json {flags}".split()))
+    validate(parser.parse_args(f"{GOOD} --fssdp-owners o.json".split()))
+
+
 def test_owners_may_change_by_default(parser: ArgumentParser) -> None:
     for flags in ("", "--save x", "--use-distributed-optimizer"):
         assert validate(parser.parse_args(f"{GOOD} {flags}".split())).reshard_interval == 100
