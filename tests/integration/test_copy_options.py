@@ -121,7 +121,7 @@ compute: {flops_per_s: 1.0e6}
 SLOW_NETWORK = SLOW_COMPUTE.replace("1.0e12, latency_s: 0", "1.0e12, latency_s: 1.0e6")
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("num_microbatches", a_few((1, 4), (1,)))
 def test_calibration_equals_ep_and_balances_the_first_iteration(
     num_microbatches: int, tmp_path: Path
 ) -> None:
@@ -146,7 +146,7 @@ def test_calibration_equals_ep_and_balances_the_first_iteration(
     assert not_worth_it[0].replicas[0] == not_worth_it[0].calibrated == 0
 
 
-@pytest.mark.parametrize("grad_dtype", ["fp32", "param"])
+@pytest.mark.parametrize("grad_dtype", a_few(("fp32", "param"), (0,)))
 def test_bf16(grad_dtype: str) -> None:
     """As test_equality's: gradients to a few per cent of each tensor's largest element."""
     job = Job(ep=4, steps=2, num_microbatches=4, params_dtype=torch.bfloat16)

@@ -76,7 +76,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", a_few(list(LAYOUTS), (0, 3, 4, 6, 7, 10)))
+@pytest.mark.parametrize("layout", a_few(list(LAYOUTS), (0, 3, 6, 10)))
 def test_moving_changes_no_result(layout: str) -> None:
     job = Job(steps=7, **LAYOUTS[layout])
     want, got = train(4, job, replace(job.as_fssdp(), reshard_every=2))
@@ -242,6 +242,7 @@ def _link(
     }
 
 
+@pytest.mark.skipif(not ALL, reason="a minute; FSSDP_ALL=1 runs it")
 def test_a_chain_of_layouts_trains_like_one_run(tmp_path: Any) -> None:
     """EP 4 -> FSSDP 4, uneven -> EP 2 -> FSSDP 8, uneven -> one process.
 
