@@ -44,7 +44,9 @@ def send_and_count(source: int, target: int) -> tuple[int, int, float]:
     answer = torch.zeros(1)
     data = torch.full((SIZE_BYTES,), 1 + dist.get_rank(), dtype=torch.uint8)
     dist.barrier()
-    before, start = link_bytes(), time.perf_counter()
+    before = link_bytes()
+    dist.barrier()  # nobody sends before everybody has read
+    start = time.perf_counter()
     if dist.get_rank() == source:
         dist.send(data, target)
         dist.recv(answer, target)
@@ -134,10 +136,10 @@ def test_counters_do_not_count_what_stays_inside_a_node(source: int, target: int
 
 
 def test_a_byte_between_nodes_takes_its_time() -> None:
-    """5 %: of 4 MB, headers are 1 %, and 2 % may go out at once. The best of five: less noise."""
+    """Not less than 95 %: 2 % may go out at once. More, on a busy machine, says nothing."""
     there_s, back_s = run_two_nodes(time_sends, 50e6, bytes_per_s=25e6)[0]
-    assert there_s == pytest.approx(SIZE_BYTES / 25e6, rel=0.05)
-    assert back_s == pytest.approx(SIZE_BYTES / 50e6, rel=0.05)
+    assert there_s >= 0.95 * SIZE_BYTES / 25e6
+    assert back_s >= 0.95 * SIZE_BYTES / 50e6
 
 
 def test_error_of_a_rank_is_reported_and_nothing_left() -> None:
