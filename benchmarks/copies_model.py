@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -31,10 +32,13 @@ class AttentionClock:
     def _stop(self, *unused: Any) -> None:
         self._seconds.append(time.perf_counter() - self._begin)
 
+    def forget(self) -> None:
+        """Begin anew."""
+        self._seconds.clear()
+
     def forward_s(self) -> float:
-        """Return the median of the latest forwards."""
-        latest = sorted(self._seconds[-4 * LAYERS :])
-        return latest[len(latest) // 2]
+        """Return the median of the forwards."""
+        return statistics.median(self._seconds)
 
 
 def overlap_model(overlap: str, clock: AttentionClock) -> tuple[Callable[[], None], Any]:
