@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from copies_model import AttentionClock, overlap_model
 from rich.console import Console
-from rich.table import Table
+from tables import show
 from two_nodes import limit_rate, link_bytes, run_two_nodes, why_not
 
 from megatron_fssdp.collectives.lanes import make_lane
@@ -289,22 +289,6 @@ def memory_rows() -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def show(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
-    """Print a table."""
-    table = Table(title=title)
-    for name in rows[0]:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*(_text(value) for value in row.values()))
-    console.print(table)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from moe_config import moe_config
 
 HIDDEN, FFN, EXPERTS, SEQUENCE, LAYERS = 512, 256, 4, 1024, 3
 
@@ -70,7 +71,18 @@ def overlap_model(overlap: str, clock: AttentionClock) -> tuple[Callable[[], Non
     runtime = spec.register(
         FSSDPConfig(moe_parallel="fssdp", fssdp_num_replica_slots=1, fssdp_overlap=overlap)  # type: ignore[arg-type]
     )
-    config = _config()
+    config = moe_config(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=8,
+        ffn_hidden_size=FFN,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=1,
+        moe_router_pre_softmax=True,
+        expert_model_parallel_size=2,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+    )
     model = GPTModel(
         config,
         get_gpt_decoder_block_spec(config, use_transformer_engine=False),
@@ -101,31 +113,3 @@ def _route(*unused: Any) -> tuple[torch.Tensor, torch.Tensor]:
     routing_map[: SEQUENCE * 3 // 4, 0] = True
     routing_map[SEQUENCE * 3 // 4 :, 2] = True
     return routing_map.float().requires_grad_(), routing_map
-
-
-def _config() -> Any:
-    from megatron.core.transformer import TransformerConfig
-
-    return TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=8,
-        ffn_hidden_size=FFN,
-        moe_ffn_hidden_size=FFN,
-        num_moe_experts=EXPERTS,
-        moe_router_topk=1,
-        moe_router_pre_softmax=True,
-        moe_token_dispatcher_type="alltoall",
-        moe_router_load_balancing_type="none",
-        moe_grouped_gemm=True,
-        expert_model_parallel_size=2,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )

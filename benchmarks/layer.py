@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from moe_config import moe_config
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -69,7 +70,19 @@ class Case:
             LocalSpecProvider(), num_experts=EXPERTS, moe_grouped_gemm=True
         )
         torch.manual_seed(7)
-        self.layer = builder(layer_config())
+        self.layer = builder(
+            moe_config(
+                num_layers=1,
+                hidden_size=HIDDEN,
+                num_attention_heads=8,
+                ffn_hidden_size=FFN,
+                num_moe_experts=EXPERTS,
+                moe_router_topk=TOPK,
+                expert_model_parallel_size=RANKS,
+                gated_linear_unit=True,
+                activation_func=torch.nn.functional.silu,
+            )
+        )
         spec.unregister()
         self.layer.set_layer_number(1)
         probs, routing_map = make_routing(kind, dist.get_rank())
@@ -105,30 +118,6 @@ def owner_loads(routing_map: torch.Tensor) -> torch.Tensor:
     counts = routing_map.sum(0)
     dist.all_reduce(counts)
     return counts.view(RANKS, -1).sum(1)
-
-
-def layer_config() -> Any:
-    """Return the Megatron configuration of the layer."""
-    from megatron.core.transformer import TransformerConfig
-
-    return TransformerConfig(
-        num_layers=1,
-        hidden_size=HIDDEN,
-        num_attention_heads=8,
-        ffn_hidden_size=FFN,
-        moe_ffn_hidden_size=FFN,
-        num_moe_experts=EXPERTS,
-        moe_router_topk=TOPK,
-        moe_token_dispatcher_type="alltoall",
-        moe_router_load_balancing_type="none",
-        expert_model_parallel_size=RANKS,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        bias_activation_fusion=False,
-        gradient_accumulation_fusion=False,
-        moe_grouped_gemm=True,
-    )
 
 
 def measure(repeats: int) -> dict[str, Any]:

@@ -41,36 +41,12 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from resharding_measured import NUM_RANKS, measured_rows
-from resharding_simulated import Row, cases, published_row, simulated_rows
+from resharding_simulated import cases, published_row, simulated_rows
 from rich.console import Console
-from rich.table import Table
+from tables import Row, show
 from two_nodes import why_not
-
-
-def show(console: Console, title: str, rows: list[Row]) -> None:
-    """Print a table; what is not one value is for the JSON file."""
-    table = Table(title=title, pad_edge=False)
-    names = [name for name, value in rows[0].items() if not isinstance(value, dict)]
-    for name in names:
-        is_text = isinstance(rows[-1][name], str)
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
-    group = None
-    for row in rows:
-        this = (row.get("load"), row.get("cluster"))
-        if this != group and group is not None:
-            table.add_section()
-        group = this
-        table.add_row(*(_text(row[name]) for name in names))
-    console.print(table)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def main() -> int:
@@ -95,7 +71,8 @@ def main() -> int:
         title = f"MEASURED, {NUM_RANKS} gloo ranks: k experts of each rank move to the next"
         tables[title] = measured_rows()
     for title, rows in tables.items():
-        show(console, title, rows)
+        sections = ("load", "cluster") if "load" in rows[0] else ()
+        show(console, title, rows, sections, places=2)
     if args.json:
         args.json.write_text(json.dumps(tables))
     return 0

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from moe_config import moe_config
+from tables import Row
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from two_nodes import link_bytes, run_two_nodes
 
 from megatron_fssdp.planning.moves import Homes
 from megatron_fssdp.planning.plan import Int64Array
-
-Row = dict[str, Any]
 
 HIDDEN, FFN, MODEL_LAYERS, MODEL_EXPERTS, NUM_RANKS = 256, 1024, 4, 16, 4
 MOVED = (1, 4, 16)
@@ -79,7 +79,17 @@ def moving_model() -> tuple[Any, Any]:
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     runtime = spec.register(FSSDPConfig(moe_parallel="fssdp"))
-    config = _config()
+    config = moe_config(
+        num_layers=MODEL_LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        ffn_hidden_size=FFN,
+        num_moe_experts=MODEL_EXPERTS,
+        moe_router_topk=2,
+        expert_model_parallel_size=NUM_RANKS,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+    )
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     gpt = GPTModel(config, block, 64, max_sequence_length=16, position_embedding_type="rope")
     spec.prepare([gpt], runtime)
@@ -97,33 +107,6 @@ def moving_model() -> tuple[Any, Any]:
     optimizer.step()
     (resharder,) = runtime.owners.resharders.values()
     return resharder, runtime
-
-
-def _config() -> Any:
-    from megatron.core.transformer import TransformerConfig
-
-    return TransformerConfig(
-        num_layers=MODEL_LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=4,
-        ffn_hidden_size=FFN,
-        moe_ffn_hidden_size=FFN,
-        num_moe_experts=MODEL_EXPERTS,
-        moe_router_topk=2,
-        moe_token_dispatcher_type="alltoall",
-        moe_router_load_balancing_type="none",
-        moe_grouped_gemm=True,
-        expert_model_parallel_size=NUM_RANKS,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        add_bias_linear=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )
 
 
 def ring_on(homes: Homes, num_moved: int) -> Int64Array:

@@ -7,9 +7,9 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from tables import Row
 
 from megatron_fssdp.planning.cost import (
     FORWARD_BACKWARD,
@@ -38,7 +38,6 @@ INTERVALS = (10, 25, 50, 100)
 PRICED_EVERY = 17
 PUBLISHED = {10: 1.36, 25: 1.41, 50: 1.34, 100: 1.42}
 PUBLISHED_BOTH = {"sharding only": 3.32, "materialization only": 1.27}
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,21 @@ GroupByRanks = dict[tuple[int, ...], dist.ProcessGroup]
 DEFAULT_RATE = ComputeRate(flops_per_s=4e14)
 
 
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return every rank's value, in the order of ranks. Collective; None: over the world."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+def all_agree(is_so: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether it is so on every rank. Collective; None: over the world."""
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    votes = torch.tensor([int(is_so)], device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
+    return bool(votes.item())
+
+
 def find_cluster(group: dist.ProcessGroup, config: FSSDPConfig) -> tuple[Topology, ComputeRate]:
     """Ask every rank of the group for its node; read links and rates from the cluster file.
 
@@ -49,8 +64,7 @@ def find_cluster(group: dist.ProcessGroup, config: FSSDPConfig) -> tuple[Topolog
                 rate = ComputeRate.from_mapping(read["compute"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             problem = str(error)
-    answers: list[Any] = [None] * group.size()
-    dist.all_gather_object(answers, ((links, rate), mine, problem), group=group)
+    answers = gather_objects(((links, rate), mine, problem), group)
     for rank, (_, _, found) in enumerate(answers):
         if found:
             raise ValueError(
@@ -69,15 +83,14 @@ def find_cluster(group: dist.ProcessGroup, config: FSSDPConfig) -> tuple[Topolog
     return topology, rate
 
 
-def make_groups(wanted: Sequence[dist.ProcessGroup | Sequence[int]], purpose: str) -> GroupByRanks:
+def make_groups(wanted: Sequence[Sequence[int]], purpose: str) -> GroupByRanks:
     """Make groups for sets of ranks. Collective over the world: every rank must call it.
 
     All ranks make all groups, in one order: torch names a group by a counter of its own on each
     rank, and ranks that count differently would wait for each other.
 
     Args:
-        wanted: the sets that this rank is in, as groups or ascending lists of global ranks; a rank
-            may want none.
+        wanted: the sets of global ranks that this rank is in, ascending; it may want none.
         purpose: what messages call the groups.
 
     Returns:
@@ -88,23 +101,19 @@ def make_groups(wanted: Sequence[dist.ProcessGroup | Sequence[int]], purpose: st
     Raises:
         RuntimeError: the ranks of a group are not ascending.
     """
-    mine: list[tuple[tuple[int, ...], str]] = []
-    for each in wanted:
-        ranks = each if isinstance(each, Sequence) else dist.get_process_group_ranks(each)
+    for ranks in wanted:
         if list(ranks) != sorted(ranks):
             raise RuntimeError(
                 f"the ranks of an expert-parallel group are not ascending: {list(ranks)}; "
                 "--moe-parallel fssdp needs them so, use --moe-parallel ep"
             )
-        mine.append((tuple(ranks), dist.get_backend()))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
     made: GroupByRanks = {}
-    for ranks, backend in sorted({each for of_rank in everyone for each in of_rank}):
-        group = dist.new_group(list(ranks), backend=backend, group_desc=purpose)
+    everyone = gather_objects([tuple(ranks) for ranks in wanted])
+    for ranks in sorted({each for of_rank in everyone for each in of_rank}):
+        group = dist.new_group(list(ranks), group_desc=purpose)
         if dist.get_rank() in ranks:
-            device = "cuda" if backend == "nccl" else "cpu"
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            # The first use.
+            all_agree(True, group)
             made[ranks] = group
     return made
 
@@ -124,8 +133,7 @@ def read_owners(path: str) -> dict[int, list[int]]:
         owners = {int(number): [int(rank) for rank in ranks] for number, ranks in read.items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         problem = str(error)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (problem, owners))
+    everyone = gather_objects((problem, owners))
     for rank, (found, theirs) in enumerate(everyone):
         if found or theirs != everyone[0][1]:
             why = found or "it differs from rank 0's"
@@ -143,9 +151,7 @@ def peers_of(expert_group: dist.ProcessGroup, replica_group: dist.ProcessGroup) 
     Returns:
         Global ranks by expert-data-parallel rank, then by expert-parallel rank.
     """
-    rows: list[Any] = [None] * replica_group.size()
-    dist.all_gather_object(rows, dist.get_process_group_ranks(expert_group), group=replica_group)
-    return rows
+    return gather_objects(dist.get_process_group_ranks(expert_group), replica_group)
 
 
 def check_plans(
@@ -167,9 +173,8 @@ def check_plans(
     if not differs:
         return
     index = min(layer for _, layer in differs)
-    held: list[Any] = [None] * group.size()
     plan = placements[index].plan
-    dist.all_gather_object(held, (plan.owner_E, plan.slot_expert_RS), group=group)
+    held = gather_objects((plan.owner_E, plan.slot_expert_RS), group)
     rank = min(rank for rank, layer in differs if layer == index)
     raise RuntimeError(
         f"--fssdp-check-plans: rank {rank} of the expert-parallel group made another plan for "

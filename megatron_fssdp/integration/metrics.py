@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_fssdp.config import FSSDPConfig
 from megatron_fssdp.integration import outlook
+from megatron_fssdp.integration.agreement import gather_objects
 from megatron_fssdp.integration.layer import gather_counts
 from megatron_fssdp.integration.records import IterationRecord
 from megatron_fssdp.integration.resharding import Reshard
@@ -48,8 +49,7 @@ def attach(runtime: FSSDPRuntime, config: FSSDPConfig) -> None:
         recorder = LoadRecorder(Path(config.fssdp_load_log), runtime.layer_shapes())
     except (OSError, ValueError) as error:
         problem = str(error)
-    problems: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
+    problems = gather_objects(problem)
     if any(problems):
         first = next(each for each in problems if each)
         raise ValueError(f"--fssdp-load-log {config.fssdp_load_log} cannot be written: {first}")

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_fssdp.integration.agreement import gather_objects
 from megatron_fssdp.integration.expert_state import StatePiece, read_state
 from megatron_fssdp.integration.ownership import Ownership
 from megatron_fssdp.planning.moves import Move
@@ -63,8 +64,7 @@ class Mover:
     def layouts(self) -> dict[int, list[HomeLayout]]:
         """Ask every rank what it keeps of its homes, by global rank. Collective."""
         mine = [self._layout(home) for home in range(self.ownership.num_homes)]
-        everyone: list[Any] = [None] * self.group.size()
-        dist.all_gather_object(everyone, mine, group=self.group)
+        everyone = gather_objects(mine, self.group)
         return dict(zip(dist.get_process_group_ranks(self.group), everyone, strict=True))
 
     def _layout(self, home: int) -> HomeLayout:
@@ -102,13 +102,12 @@ class Mover:
 
     @torch.no_grad()
     def _exchange(self, leaving: Move, coming: Move, layouts: dict[int, list[HomeLayout]]) -> int:
-        here = self.ownership.rank
-        outgoing = self._parts(leaving.source_home, here, leaving, layouts)
-        incoming = self._parts(coming.target_home, here, coming, layouts)
+        outgoing = self._parts(leaving, layouts)
+        incoming = self._parts(coming, layouts)
         messages = {peer: torch.cat([_bytes(p) for p in parts]) for peer, parts in outgoing.items()}
         arrived = {
             peer: torch.empty(
-                sum(part.numel() * part.element_size() for part in parts),
+                sum(part.nbytes for part in parts),
                 dtype=torch.uint8,
                 device=parts[0].device,
             )
@@ -119,26 +118,27 @@ class Mover:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         for peer, parts in incoming.items():
-            pieces = arrived[peer].split([part.numel() * part.element_size() for part in parts])
+            pieces = arrived[peer].split([part.nbytes for part in parts])
             for part, piece in zip(parts, pieces, strict=True):
                 _bytes(part).copy_(piece)
         return sum(each.numel() for each in messages.values())
 
     def _parts(
-        self, home: int, here: int, move: Move, layouts: dict[int, list[HomeLayout]]
+        self, move: Move, layouts: dict[int, list[HomeLayout]]
     ) -> dict[int, list[torch.Tensor]]:
         """List what this rank sends, or receives, in a move, by the global rank of the other end.
 
-        Flat views of the contents of `home`, in an order on which both ends agree: parameters,
-        then optimizer state by parameter.
+        Flat views of a home's contents, in an order on which both ends agree: parameters, then
+        optimizer state by parameter.
         """
         parts: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-        peer = move.target if here == move.source else move.source
+        sends = move.source == self.ownership.rank
+        home, peer = (move.source_home, move.target) if sends else (move.target_home, move.source)
         twin = self.rank_at[self.replica][peer]
         parts[twin] += [weight.detach().view(-1) for weight in self.ownership.weights(home)]
         for number, piece in enumerate(self._pieces(home)):
             for other in range(len(self.rank_at)):
-                ends = (self.replica, other) if here == move.source else (other, self.replica)
+                ends = (self.replica, other) if sends else (other, self.replica)
                 first, last = self._shared_span(move, number, *ends, layouts)
                 if first < last:
                     span = slice(first - piece.start, last - piece.start)

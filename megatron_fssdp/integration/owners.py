@@ -27,7 +27,7 @@ class Owners:
     """The owners of the layers' experts.
 
     Attributes:
-        resharders: by the id of the ownership that each decides for.
+        resharders: by the ownership that each decides for.
         listeners: called with the iteration and the outcome of each look at the owners.
     """
 
@@ -35,7 +35,7 @@ class Owners:
         """Keep the owners of `layers`, a list that grows."""
         self._config, self._layers = config, layers
         self._iteration = 0
-        self.resharders: dict[int, Resharder] = {}
+        self.resharders: dict[Ownership, Resharder] = {}
         self.listeners: list[Callable[[int, Reshard], None]] = []
 
     def own(self, index: int, homes: LayerHomes, resize: Callable[[int], None]) -> None:
@@ -103,10 +103,10 @@ class Owners:
         made = agreement.make_groups([everyone] if everyone else [], "FSSDP_MOVES")
         for layer in self._layers:
             ownership = layer.ownership
-            if ownership is None or layer.shape is None or id(ownership) in self.resharders:
+            if ownership is None or layer.shape is None or ownership in self.resharders:
                 continue
             group = made[tuple(everyone)]
-            self.resharders[id(ownership)] = Resharder(
+            self.resharders[ownership] = Resharder(
                 Mover(ownership, optimizer, group, rows, replica_group.rank()),
                 plan_settings(self._config),
                 layer.shared.topology,
@@ -116,7 +116,6 @@ class Owners:
                 self._config.reshard_interval,
                 sync_parameters,
             )
-
         if self._config.fssdp_owners is not None:
             self._start_from(self._config.fssdp_owners)
 
@@ -125,10 +124,10 @@ class Owners:
         wanted = agreement.read_owners(path)
         for ownership in self._ownerships():
             start_LE = ownership.owner_LE.copy()
-            for layer in self._layers:
-                if layer.ownership is not ownership or layer.number not in wanted:
+            for layer in self._sharing(ownership):
+                owners = wanted.get(layer.number)
+                if owners is None:
                     continue
-                owners = wanted[layer.number]
                 if len(owners) != layer.num_experts:
                     raise ValueError(
                         f"--fssdp-owners {path} has {len(owners)} owners for {layer.name}, which "
@@ -174,24 +173,31 @@ class Owners:
         found = [layer.ownership for layer in self._layers if layer.ownership is not None]
         return list(dict.fromkeys(found))
 
-    def _resize(self, ownership: Ownership) -> list[int]:
-        """Fit layers to new owners; return their indices."""
-        indices = [i for i, layer in enumerate(self._layers) if layer.ownership is ownership]
-        for index in indices:
-            layer = self._layers[index]
+    def _sharing(self, ownership: Ownership) -> list[LayerState]:
+        """The layers whose experts it holds, in their order there."""
+        return [layer for layer in self._layers if layer.ownership is ownership]
+
+    def _resize(self, ownership: Ownership) -> None:
+        """Fit layers to new owners; their plans are old.
+
+        The next forward makes a plan for the loads that are predicted.
+        """
+        for index, layer in enumerate(self._layers):
+            if layer.ownership is not ownership:
+                continue
+            layer.step = None
             if layer.materializer is not None:
                 layer.materializer.pool.forget()
             if layer.resize is not None:
                 layer.resize(self.num_slots(index))
-        return indices
 
     def end_iteration(self, iteration: int) -> None:
         """Let the next forward look at the owners, if it is time."""
         self._iteration = iteration
         interval = self._config.reshard_interval
         if interval and iteration % interval == 0:
-            for resharder in self.resharders.values():
-                resharder.mover.ownership.is_due = True
+            for ownership in self.resharders:
+                ownership.is_due = True
 
     def before_forward(self, index: int) -> None:
         """Re-shard if it is time, before the first forward of an iteration touches an expert."""
@@ -201,25 +207,21 @@ class Owners:
         ownership.is_due = False
         if ownership.start_LE is not None:
             start_LE, ownership.start_LE = ownership.start_LE, None
-            self.after_reshard(ownership, self.resharders[id(ownership)].move(start_LE))
+            self.after_reshard(ownership, self.resharders[ownership].move(start_LE))
             return
-        indices = [i for i, layer in enumerate(self._layers) if layer.ownership is ownership]
-        loads = [self._layers[i].predicted_E for i in indices]
-        resharder = self.resharders.get(id(ownership))
+        loads = [layer.predicted_E for layer in self._sharing(ownership)]
+        resharder = self.resharders.get(ownership)
         if resharder is None or any(load is None for load in loads):
             return
         result = resharder.look(np.stack([load for load in loads if load is not None]))
         self.after_reshard(ownership, result)
 
     def after_reshard(self, ownership: Ownership, result: Reshard) -> None:
-        """Take note of a look at the owners; if they changed, plans are old."""
+        """Take note of a look at the owners."""
         for tell in self.listeners:
             tell(self._iteration, result)
-        if not result.is_done:
-            return
-        # Without a plan, the next forward makes one for the loads that are predicted.
-        for index in self._resize(ownership):
-            self._layers[index].step = None
+        if result.is_done:
+            self._resize(ownership)
 
 
 def plan_settings(config: FSSDPConfig) -> PlanSettings:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from megatron_fssdp.integration.slot_experts import SlotExperts
@@ -70,7 +71,7 @@ class Ownership:
     def weights(self, home: int) -> list[torch.nn.Parameter]:
         """Return the W parameters of a home, as they are now."""
         position, index = divmod(home, self.homes_per_layer)
-        return self.layers[position].slot_experts.home_weights[index]
+        return self.layers[position].slot_experts.home_weights(index)
 
     def owned_weights(self, position: int) -> list[list[torch.nn.Parameter]]:
         """Return the parameters of a layer's experts that live here, experts ascending."""
@@ -83,5 +84,4 @@ class Ownership:
 
     def most_owned(self, position: int) -> int:
         """The most experts of a layer that one rank owns."""
-        owner_E = self.homes.owner_LE[position].tolist()
-        return max(owner_E.count(rank) for rank in set(owner_E))
+        return int(np.bincount(self.homes.owner_LE[position]).max())

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_fssdp.integration.agreement import all_agree
 from megatron_fssdp.integration.mover import HomeLayout, Mover, find_problem
 from megatron_fssdp.planning.cost import ComputeRate, LayerShape
 from megatron_fssdp.planning.moves import moved_bytes, moves_s, plan_moves
@@ -113,7 +114,7 @@ class Resharder:
         problem = find_problem(layouts)
         if problem is not None or not rounds:
             return Reshard(**result, problem=problem)
-        if not self._all_agree(saved_s * self.interval > result["move_s"]):
+        if not all_agree(saved_s * self.interval > result["move_s"], self.mover.group):
             return Reshard(**result)
         begin = time.perf_counter()
         if self.sync_parameters is not None:
@@ -137,17 +138,11 @@ class Resharder:
         agreed: Int64Array = choice.cpu().numpy()
         return agreed
 
-    def _all_agree(self, pays: bool) -> bool:
-        device = self.mover.ownership.weights(0)[0].device
-        votes = torch.tensor([int(pays)], device=device)
-        dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self.mover.group)
-        return bool(votes.item())
-
 
 def _expert_bytes(mover: Mover, layouts: dict[int, list[HomeLayout]]) -> int:
     """Bytes of one expert: its parameters on all replicas, and its optimizer state (in fp32)."""
     weights = mover.ownership.weights(0)
-    total = len(mover.rank_at) * sum(w.numel() * w.element_size() for w in weights)
+    total = len(mover.rank_at) * sum(weight.nbytes for weight in weights)
     for row in mover.rank_at:
         home = layouts[row[0]][0]
         for (start, stop), names in zip(home.spans, home.names, strict=True):

@@ -256,10 +256,10 @@ class FSSDPRuntime:
             ],
         }
 
-    def _new_predictor(self) -> Predictor:
-        if self.config.fssdp_predictor == "sliding":
+    def _new_predictor(self, kind: str) -> Predictor:
+        if kind == "sliding":
             return SlidingMean(self.config.fssdp_prediction_window)
-        return PREDICTORS[self.config.fssdp_predictor]()
+        return PREDICTORS[kind]()
 
     def check_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state, proved to be one.
@@ -306,9 +306,7 @@ class FSSDPRuntime:
         return f"loads of {num_layers} MoE layers in the checkpoint; {owners}"
 
     def _read_predictor(self, saved: dict[str, Any]) -> Predictor:
-        predictor = PREDICTORS[saved["predictor"]]()
-        if saved["predictor"] == "sliding":
-            predictor = SlidingMean(self.config.fssdp_prediction_window)
+        predictor = self._new_predictor(saved["predictor"])
         predictor.load_state_dict({key: value.tolist() for key, value in saved["state"].items()})
         return predictor
 
@@ -366,25 +364,25 @@ class FSSDPRuntime:
         for indices in by_shape.values():
             predictor = self._predictors.get(tuple(indices))
             if predictor is None:
-                predictor = self._predictors[tuple(indices)] = self._new_predictor()
+                predictor = self._new_predictor(self.config.fssdp_predictor)
+                self._predictors[tuple(indices)] = predictor
             predictor.update(np.stack([counts[index].sum(axis=0) for index in indices]))
             predicted_LE = predictor.predict()
             assert predicted_LE is not None, "there was an update"
-            for index, load_E in zip(indices, predicted_LE, strict=True):
-                self._layers[index].predicted_E = load_E
-            self._make_plans(indices)
+            self._make_plans(indices, predicted_LE)
 
-    def _make_plans(self, indices: Sequence[int]) -> None:
-        """Plan layers of equal shape for the loads that are predicted."""
+    def _make_plans(self, indices: Sequence[int], predicted_LE: Int64Array) -> None:
+        """Plan layers of equal shape for the (L, E) loads that are predicted."""
         layers = [self._layers[index] for index in indices]
         plan: Plan = plan_layers(
-            np.stack([layer.predicted_E for layer in layers if layer.predicted_E is not None]),
+            predicted_LE,
             np.concatenate([self.owners.of_layer(index) for index in indices]),
             layers[0].shared.topology,
             plan_settings(self.config),
         )
         for position, (index, layer) in enumerate(zip(indices, layers, strict=True)):
             assert layer.step is not None
+            layer.predicted_E = predicted_LE[position]
             # Layers are planned with the slots of the one that needs most.
             own = plan.layer(position).with_slots(self.owners.num_slots(index))
             layer.step = self._layer_step(layer, own, layer.step.device)

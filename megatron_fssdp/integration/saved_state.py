@@ -13,13 +13,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import check_is_distributed_checkpoint
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+from megatron_fssdp.integration.agreement import all_agree
 from megatron_fssdp.integration.runtime import FSSDPRuntime
 
 
@@ -43,7 +42,7 @@ def restore(runtime: FSSDPRuntime, folder: str | Path) -> str:
     entry = _entry(None)
     known = serialization.load_sharded_metadata(str(folder))
     keys = {getattr(each, "unique_key", None) for each in known.values()}
-    if not _all_ranks(entry.unique_key in keys):
+    if not all_agree(entry.unique_key in keys):
         return "no loads or owners for this layout in the checkpoint: experts start even"
     problem, state = "", None
     try:
@@ -51,20 +50,12 @@ def restore(runtime: FSSDPRuntime, folder: str | Path) -> str:
         state = runtime.check_state_dict(found)
     except Exception as error:  # whatever a damaged file makes of itself
         problem = f" ({type(error).__name__}: {error})"
-    if not _all_ranks(state is not None):
+    if not all_agree(state is not None):
         return (
             f"the checkpoint's loads and owners are damaged: not used{problem}, experts start even"
         )
     assert state is not None
     return runtime.load_state_dict(state)
-
-
-def _all_ranks(is_so: bool) -> bool:
-    """Whether it is so on every rank. Collective over the world."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    votes = torch.tensor([int(is_so)], device=device)
-    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
-    return bool(votes.item())
 
 
 def _entry(data: dict[str, Any] | None) -> ShardedObject:

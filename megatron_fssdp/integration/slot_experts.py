@@ -28,9 +28,8 @@ from megatron_fssdp.experts.materialize import SlotWeights
 class SlotExperts(Protocol):
     """An expert computation whose weights are supplied with each call."""
 
-    @property
-    def home_weights(self) -> list[list[torch.nn.Parameter]]:
-        """For each owned expert, in Megatron's order, its W parameters as they are now."""
+    def home_weights(self, index: int) -> list[torch.nn.Parameter]:
+        """Return the W parameters of the stock module's expert `index`, as they are now."""
         ...
 
     def __call__(
@@ -115,7 +114,7 @@ class LocalSlotExperts:
 
     def __init__(self, experts: SequentialMLP, groups: ProcessGroupCollection) -> None:
         self.names = [name for name, _ in experts.local_experts[0].named_parameters()]
-        self._owners = [
+        self._homes = [
             [_find(expert, name) for name in self.names] for expert in experts.local_experts
         ]
         self.mlp = MLP(
@@ -132,10 +131,9 @@ class LocalSlotExperts:
             tp_group=groups.expt_tp,
         )
 
-    @property
-    def home_weights(self) -> list[list[torch.nn.Parameter]]:
+    def home_weights(self, index: int) -> list[torch.nn.Parameter]:
         """See `SlotExperts.home_weights`."""
-        return _read(self._owners)
+        return [getattr(module, name) for module, name in self._homes[index]]
 
     def __call__(
         self,
@@ -208,7 +206,7 @@ class TESlotExperts:
         families = list(dict.fromkeys(re.sub(r"\d+$", "", name) for name in names))
         self.families = families
         _check_names(experts, families, experts.num_local_experts)
-        self._owners = [
+        self._homes = [
             [_find(experts, f"{family}{index}") for family in families]
             for index in range(experts.num_local_experts)
         ]
@@ -223,10 +221,9 @@ class TESlotExperts:
         # functional_call would not notice a weight that it is given in vain, or that it lacks.
         _check_names(self.module, families, num_slots)
 
-    @property
-    def home_weights(self) -> list[list[torch.nn.Parameter]]:
+    def home_weights(self, index: int) -> list[torch.nn.Parameter]:
         """See `SlotExperts.home_weights`."""
-        return _read(self._owners)
+        return [getattr(module, name) for module, name in self._homes[index]]
 
     def __call__(
         self,
@@ -254,10 +251,6 @@ _Place = tuple[torch.nn.Module, str]
 def _find(module: torch.nn.Module, name: str) -> _Place:
     path, _, last = name.rpartition(".")
     return module.get_submodule(path), last
-
-
-def _read(places: list[list[_Place]]) -> list[list[torch.nn.Parameter]]:
-    return [[getattr(module, name) for module, name in expert] for expert in places]
 
 
 def _check_names(module: torch.nn.Module, families: list[str], count: int) -> None:

@@ -9,9 +9,8 @@ replaces that one name, in that one module, by a partial of our subclass. `unreg
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -94,7 +93,7 @@ def _describe_by_expert(chunk: torch.nn.Module, ownerships: list[Ownership]) -> 
     model = next((m for m in chunk.modules() if hasattr(m, "decoder")), chunk)
     stock: Callable[..., dict[str, Any]] = getattr(model, "sharded_state_dict", dict)
 
-    @functools.wraps(stock)
+    @wraps(stock)
     def sharded_state_dict(*args: Any, **options: Any) -> dict[str, Any]:
         return describe_experts(stock(*args, **options), ownerships)
 

@@ -11,7 +11,7 @@ backwards, last stage first, and sums on the way.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -58,13 +58,12 @@ class Schedule:
             plan: the placement to reach.
             present: replicas that are there already and need no message.
         """
-        holders = _Holders(plan)
-        links = [
-            (0, expert, owner, rank)
-            for expert, owner, ranks in holders.missing(present)
+        copies = tuple(
+            Copy(expert, owner, slot_of[owner], rank, slot_of[rank])
+            for expert, owner, ranks, slot_of in _missing(plan, present)
             for rank in ranks
-        ]
-        return cls(_stages(links, holders))
+        )
+        return cls((copies,) if copies else ())
 
     @classmethod
     def tree(
@@ -86,13 +85,15 @@ class Schedule:
             present: replicas that are there already and need no message. They relay nothing.
             fanout: messages of one expert that a rank sends to other nodes, and inside its own.
         """
-        holders = _Holders(plan)
-        links: list[tuple[int, int, int, int]] = []
+        by_stage: defaultdict[int, list[Copy]] = defaultdict(list)
         work = (Counter[int](), Counter[int]())
-        for expert, owner, ranks in holders.missing(present):
-            for depth, sender, receiver in _spread(owner, ranks, node_of_rank, work, fanout):
-                links.append((depth, expert, sender, receiver))
-        return cls(_stages(links, holders))
+        for expert, owner, ranks, slot_of in _missing(plan, present):
+            links = _spread(owner, ranks, node_of_rank, work, fanout)
+            for stage, sender, receiver in sorted(links, key=lambda link: link[2]):
+                by_stage[stage].append(
+                    Copy(expert, sender, slot_of[sender], receiver, slot_of[receiver])
+                )
+        return cls(tuple(tuple(by_stage[stage]) for stage in range(len(by_stage))))
 
     @cached_property
     def copies(self) -> tuple[Copy, ...]:
@@ -122,31 +123,27 @@ class Schedule:
         return self._stages_by_rank.get(rank, [])
 
 
-class _Holders:
-    """Who holds which expert, and where."""
+def _missing(
+    plan: LayerPlan, present: LayerPlan | None
+) -> Iterator[tuple[int, int, list[int], dict[int, int]]]:
+    """Yield each expert that some rank needs, ascending.
 
-    def __init__(self, plan: LayerPlan) -> None:
-        self._plan = plan
-        rank, slot = np.nonzero(plan.slot_expert_RS != EMPTY)
-        expert = plan.slot_expert_RS[rank, slot]
-        pairs = zip(expert.tolist(), rank.tolist(), strict=True)
-        self.slot_of = dict(zip(pairs, slot.tolist(), strict=True))
-
-    def missing(self, present: LayerPlan | None) -> Iterable[tuple[int, int, list[int]]]:
-        """List each replicated expert with its owner and the ranks that need it, ascending."""
-        there = set() if present is None else _pairs(present)
-        ranks_of: defaultdict[int, list[int]] = defaultdict(list)
-        for expert, rank in sorted(self.slot_of):
-            if rank != self._plan.owner_E[expert] and (expert, rank) not in there:
-                ranks_of[expert].append(rank)
-        return [
-            (expert, int(self._plan.owner_E[expert]), ranks) for expert, ranks in ranks_of.items()
-        ]
-
-
-def _pairs(plan: LayerPlan) -> set[tuple[int, int]]:
-    rank, slot = np.nonzero(plan.slot_expert_RS != EMPTY)
-    return set(zip(plan.slot_expert_RS[rank, slot].tolist(), rank.tolist(), strict=True))
+    With it: its owner, the ranks that need it, ascending, and the slot of every instance by rank.
+    """
+    if plan.instance_rank_EI.shape[1] == 1:
+        return
+    there = frozenset[tuple[int, int]]()
+    if present is not None:
+        rank_N, slot_N = np.nonzero(present.slot_expert_RS != EMPTY)
+        expert_N = present.slot_expert_RS[rank_N, slot_N]
+        there = frozenset(zip(expert_N.tolist(), rank_N.tolist(), strict=True))
+    for expert in np.flatnonzero(plan.instance_rank_EI[:, 1] != EMPTY).tolist():
+        members = [rank for rank in plan.instance_rank_EI[expert].tolist() if rank != EMPTY]
+        slots = (plan.instance_physical_EI[expert] % plan.num_slots).tolist()
+        # The owner comes first, and replicas by ascending rank.
+        ranks = [rank for rank in members[1:] if (expert, rank) not in there]
+        if ranks:
+            yield expert, members[0], ranks, dict(zip(members, slots, strict=False))
 
 
 def _spread(
@@ -182,19 +179,6 @@ def _spread(
             if counts is crossings:
                 counts[receiver] += 1
     return links
-
-
-def _stages(
-    links: list[tuple[int, int, int, int]], holders: _Holders
-) -> tuple[tuple[Copy, ...], ...]:
-    """Turn (stage, expert, sender, receiver) into the copies of each stage."""
-    by_stage: defaultdict[int, list[Copy]] = defaultdict(list)
-    slot_of = holders.slot_of
-    for stage, expert, sender, receiver in sorted(links, key=lambda link: (*link[:2], link[3])):
-        by_stage[stage].append(
-            Copy(expert, sender, slot_of[expert, sender], receiver, slot_of[expert, receiver])
-        )
-    return tuple(tuple(by_stage[stage]) for stage in range(len(by_stage)))
 
 
 def traffic(copies: Iterable[Copy], num_ranks: int) -> Int64Array:

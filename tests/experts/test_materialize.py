@@ -34,6 +34,15 @@ def _rows(rank: int, slot: int, count: int) -> torch.Tensor:
     return torch.randn(count, HIDDEN, generator=generator, dtype=torch.float64)
 
 
+def _own(placement: Placement) -> list[list[torch.Tensor]]:
+    """Return parameters for the experts that a rank owns."""
+    held = placement.plan.slot_expert_RS[placement.rank]
+    return [
+        [weight.clone().requires_grad_() for weight in _weights(int(held[slot]))]
+        for slot in placement.owned_slots
+    ]
+
+
 def _poison_allocator() -> None:
     # Memory that the allocator hands out again must never show: fill some with NaN and free it.
     for size in (8, 64, 512, 4096):
@@ -48,11 +57,9 @@ def _compute(
     group = dist.group.WORLD
     rank = group.rank()
     plan = LayerPlan(np.array(owner), np.array(slot_expert))
-    owned = Placement(plan, rank).owned_slots
-    owned_weights = [
-        [weight.clone().requires_grad_() for weight in _weights(int(plan.slot_expert_RS[rank, s]))]
-        for s in owned
-    ]
+    placement = Placement(plan, rank)
+    owned = placement.owned_slots
+    owned_weights = _own(placement)
     lane = make_lane(torch.device("cpu"), overlap=True)
     materializer = Materializer(Transport(group, lane), ReplicaPool(2))
     _poison_allocator()
@@ -164,14 +171,10 @@ def _leaks() -> tuple[list[bool], int, int]:
     """Run three forwards, each with its backward; then one that is never used, and one more."""
     group = dist.group.WORLD
     rank = group.rank()
-    plan = LayerPlan(np.array([0, 0, 1, 1]), np.array(CASES["crosswise"][0]))
-    owned = [
-        [weight.clone().requires_grad_() for weight in _weights(int(plan.slot_expert_RS[rank, s]))]
-        for s in range(2)
-    ]
+    placement = Placement(LayerPlan(np.array([0, 0, 1, 1]), np.array(CASES["crosswise"][0])), rank)
+    owned = _own(placement)
     transport = Transport(group, make_lane(torch.device("cpu"), overlap=True))
     materializer = Materializer(transport, ReplicaPool(1))
-    placement = Placement(plan, rank)
     visits, sizes = [], []
     for _ in range(3):
         visit = materializer.launch(placement, owned, owned[0], is_trained=True)
@@ -198,11 +201,8 @@ def test_nothing_outlives_its_backward_and_no_memory_is_taken_twice() -> None:
 def _give_up_an_iteration() -> tuple[str, int]:
     group = dist.group.WORLD
     rank = group.rank()
-    plan = LayerPlan(np.array([0, 0, 1, 1]), np.array(CASES["crosswise"][0]))
-    owned = [
-        [weight.clone().requires_grad_() for weight in _weights(int(plan.slot_expert_RS[rank, s]))]
-        for s in range(2)
-    ]
+    placement = Placement(LayerPlan(np.array([0, 0, 1, 1]), np.array(CASES["crosswise"][0])), rank)
+    owned = _own(placement)
     lane = make_lane(torch.device("cpu"), overlap=True)
     materializer = Materializer(
         Transport(group, lane), ReplicaPool(1), "layer 7", num_backwards=lambda: 2
@@ -210,7 +210,7 @@ def _give_up_an_iteration() -> tuple[str, int]:
     message = ""
     for backwards in (2, 1, 2):
         for _ in range(backwards):
-            visit = materializer.launch(Placement(plan, rank), owned, owned[0], is_trained=True)
+            visit = materializer.launch(placement, owned, owned[0], is_trained=True)
             weights = visit.arrive()
             visit.wait()
             torch.stack([weight.sum() for slot in weights for weight in slot]).sum().backward()

@@ -80,3 +80,77 @@ def test_bad_logs_are_refused_with_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "loads-stage0.json").write_text('{"version": 99, "layers": []}')
     with pytest.raises(ValueError, match="format 99; this reads 1"):
         read_load_log(tmp_path)
+
+
+class _Writer:
+    """Takes what Megatron's tensorboard and wandb writers take."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[str, list[tuple[int, float]]] = {}
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.scalars.setdefault(name, []).append((step, value))
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            self.add_scalar(name, value, step)
+
+
+def _train_with_writers(job: Job) -> tuple[dict, dict, int]:
+    from megatron_fssdp.integration.metrics import ScalarWriter
+
+    run, tensorboard, wandb = TinyRun(job), _Writer(), _Writer()
+    run.runtime.listeners.append(ScalarWriter(2, tensorboard, wandb))
+    replicas = run.train().replicas
+    return tensorboard.scalars, wandb.scalars, replicas[-1]
+
+
+def test_scalars_for_megatrons_writers() -> None:
+    """Every second iteration, always the same names; bytes are those of the plan."""
+    job = replace(JOB, ep=4, num_microbatches=1).as_fssdp(fssdp_ranks_per_node=2)
+    tensorboard, wandb, replicas = run_ranks(4, _train_with_writers, job)[0]
+    assert tensorboard == wandb
+    assert all([step for step, _ in values] == [2, 4] for values in tensorboard.values())
+    last = {name: values[-1][1] for name, values in tensorboard.items()}
+    assert set(last) == {
+        "fssdp/imbalance-owners-only", "fssdp/imbalance", "fssdp/imbalance-worst-layer",
+        "fssdp/replicas", "fssdp/calibrated-replicas", "fssdp/calibration-saved-ms",
+        "fssdp/calibration-cost-ms", "fssdp/copied-inside-nodes-mb",
+        "fssdp/copied-between-nodes-mb", "fssdp/copies-ms", "fssdp/copies-exposed-ms",
+        "fssdp/replica-memory-mb", "fssdp/plan-ms",
+    }  # fmt: skip
+    assert last["fssdp/replicas"] == replicas > 0
+    assert 1 <= last["fssdp/imbalance"] < last["fssdp/imbalance-owners-only"]
+    # Weights there and gradients back, 18,432 bytes each in fp32.
+    copied = last["fssdp/copied-inside-nodes-mb"] + last["fssdp/copied-between-nodes-mb"]
+    assert copied == pytest.approx(2 * replicas * 18432 / 1e6)
+    assert last["fssdp/copies-ms"] > 0
+    assert last["fssdp/replica-memory-mb"] > 0
+
+
+def _describe_start(job: Job) -> str:
+    from megatron_fssdp.integration import outlook
+
+    run = TinyRun(job)
+    run.runtime.close()
+    return outlook.describe(run.runtime)
+
+
+def test_the_start_tells_memory_of_both_ways() -> None:
+    """Experts of 18,432 bytes, 2 layers, 400 slots: kept takes two layers' weights, and more."""
+    job = replace(JOB, ep=2).as_fssdp(fssdp_num_replica_slots=400)
+    line = run_ranks(2, _describe_start, job)[0]
+    # With 2 micro-batches: weights and gradients of 2 layers, against those of one.
+    assert "replicas of 2 MoE layers, 400 slots a rank: kept 29 MB a rank" in line
+    assert "re-materialized 15 MB" in line
+    assert "This run: kept (give --fssdp-rematerialize for re-materialized)" in line
+    again = run_ranks(2, _describe_start, job.as_fssdp(fssdp_rematerialize=True))[0]
+    assert "This run: re-materialized (drop --fssdp-rematerialize for kept)" in again
+
+
+def test_one_cuda_connection_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_fssdp.integration import outlook
+
+    for connections, overlap, warns in (("1", "on", True), ("1", "off", False), ("8", "on", False)):
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+        assert outlook.may_not_overlap(FSSDPConfig(fssdp_overlap=overlap)) == warns

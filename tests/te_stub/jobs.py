@@ -218,7 +218,7 @@ def describe_layer(job: LayerJob) -> dict[str, Any]:
             families=slots.families,
             owned=[
                 [_name_of(weight, layer.experts) for weight in expert]
-                for expert in slots.home_weights
+                for expert in map(slots.home_weights, range(layer.num_local_experts))
             ],
             slot_names=[name for name, _ in slots.module.named_parameters()],
             real_bytes=sum(_real_bytes(module) for module in slots.module.modules()),
