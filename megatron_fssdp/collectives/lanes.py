@@ -27,7 +27,7 @@ Span = tuple[torch.cuda.Event, torch.cuda.Event]
 
 @dataclass
 class Meter:
-    """How long collectives took, and how long computation waited for them, since `reset`.
+    """How long collectives took, and how long computation waited for them, since the last `read`.
 
     Attributes:
         total_s: seconds from the start of each collective to its end.

@@ -5,8 +5,9 @@
 Static shapes and no host synchronisation: nothing here asks the device for a number. Whole-number
 sums only, so the order in which a device adds does not matter, and every rank gets the same.
 
-Torch operations of one call (a test counts them): about 1,250 for a plan with spares, which has
-two forests, and 600 for one whose replicas form a single forest. All are small; a CUDA graph, or
+Torch operations of one call (tests count them): about 1,250 for a plan with spares, which has
+two forests, and 600 for one whose replicas form a single forest; up to 1,700 with many replica
+slots a rank, 8 where nothing is replicated. All are small; a CUDA graph, or
 `planning.quotas` on the host where its synchronisation does not matter, may take less time.
 
 Shape letters as in `planning.quota_tables`: R ranks, M nodes, E experts, I instances of an expert,

@@ -77,6 +77,21 @@ def test_operations_are_few_and_never_wait(spare_tokens, most):
     assert len(operations.names) <= most
 
 
+@pytest.mark.parametrize(("slots", "least", "most"), [(0, 1, 10), (2, 600, 1300), (8, 1301, 1700)])
+def test_operations_are_those_of_the_readme(slots, least, most):
+    """600 to 1,700 where there are replicas, more with many slots; next to none without."""
+    series = zipf_series(64, 16, 0.8, 2)
+    topology = Topology.uniform(16, 8)
+    settings = PlanSettings(num_replica_slots=slots)
+    plan = plan_layers(
+        series[0].sum(axis=0)[None], shard_evenly(1, 64, 16), topology, settings
+    ).layer(0)
+    tables = DeviceTables.build(plan, topology.node_of_rank, "cpu")
+    with Operations() as operations:
+        split_tokens(torch.tensor(series[1]), tables, 5)
+    assert least <= len(operations.names) <= most
+
+
 def test_no_replicas_means_owners():
     plan = random_plan(np.random.default_rng(0), 6, 3, 0)
     check_equal(np.arange(18).reshape(3, 6), plan, (0, 0, 1))
