@@ -9,6 +9,7 @@ A model file has the form of Megatron's own test and recipe files, literal flags
     parameters: {total: 46.7e+9, active: 12.9e+9}      as published; without: parts not counted
     ENV_VARS: {NAME: value}
     MODEL_ARGS: {--num-layers: 32, --swiglu: true}     true: a switch; false: drop it
+    FSSDP_ARGS: {--fssdp-rematerialize: true}          with --moe-parallel fssdp only
     LAYOUTS: {4: {--pipeline-model-parallel-size: 4}}  additions, by nodes of 8 GPUs
 
 A layout serves its number of nodes and more, up to the next one.
@@ -43,6 +44,7 @@ class Preset:
             parts that the count leaves out (`embedding`, `mtp`).
         env: environment variables.
         args: Megatron's flags for the model and its training.
+        fssdp_args: additions to `args` with `--moe-parallel fssdp`.
         layouts: additions to `args` by the least number of GPUs that they are for, ascending.
     """
 
@@ -52,6 +54,7 @@ class Preset:
     parameters: Mapping[str, Any]
     env: Mapping[str, str]
     args: Args
+    fssdp_args: Args
     layouts: Mapping[int, Args]
 
 
@@ -88,8 +91,8 @@ def read_preset(name: str) -> Preset:
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict) or not isinstance(values.get("MODEL_ARGS"), dict):
         raise ValueError(f"{path} is no model file: it has no MODEL_ARGS part")
-    layouts = values.get("LAYOUTS", {})
-    for part in (values["MODEL_ARGS"], *layouts.values()):
+    layouts, fssdp_args = values.get("LAYOUTS", {}), values.get("FSSDP_ARGS", {})
+    for part in (values["MODEL_ARGS"], fssdp_args, *layouts.values()):
         wrong = [flag for flag in part if not str(flag).startswith("--")]
         if wrong:
             raise ValueError(f"{path}: {wrong[0]!r} is no flag; flags start with --")
@@ -100,6 +103,7 @@ def read_preset(name: str) -> Preset:
         parameters=values.get("parameters", {}),
         env={key: str(value) for key, value in values.get("ENV_VARS", {}).items()},
         args=values["MODEL_ARGS"],
+        fssdp_args=fssdp_args,
         layouts={nodes * GPUS_PER_NODE: layouts[nodes] for nodes in sorted(layouts)},
     )
 
