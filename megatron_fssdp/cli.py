@@ -2,12 +2,16 @@
 
 """The `fssdp` command. Thin: each command parses, calls the library and prints."""
 
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from megatron_fssdp.version import __version__
+
+MoeParallel = Literal["fssdp", "ep"]
+Launcher = Literal["torchrun", "srun"]
 
 app = typer.Typer(
     help="Fully Sharded Sparse Data Parallelism for MoE training in Megatron-LM.",
@@ -65,6 +69,68 @@ def calibrate(
 
     measured = measure(output, hidden_size=hidden_size, ffn_size=ffn_size)
     typer.echo(f"wrote {output}; measured: {measured['measured']}")
+
+
+@app.command()
+def train(
+    preset: Annotated[str, typer.Option(help="Model: a name in configs/models, or a file.")],
+    megatron: Annotated[
+        list[str] | None, typer.Argument(help="After --: flags that override the preset's.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of each.")] = 8,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="Cluster: a name in configs/clusters, or a file (default: H100s)."),
+    ] = None,
+    moe_parallel: Annotated[MoeParallel, typer.Option(help="fssdp, or plain ep.")] = "fssdp",
+    data_path: Annotated[
+        str, typer.Option(help="Megatron's --data-path, in one word (default: mock data).")
+    ] = "",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="--flag=value; --flag=false drops a flag.")
+    ] = None,
+    script: Annotated[str, typer.Option(help="The pretraining script.")] = "pretrain_gpt.py",
+    launcher: Annotated[
+        Launcher, typer.Option(help="torchrun, or srun with one task a GPU.")
+    ] = "torchrun",
+    master_addr: Annotated[
+        str | None, typer.Option(envvar="MASTER_ADDR", help="The first node.")
+    ] = None,
+    master_port: Annotated[
+        int, typer.Option(envvar="MASTER_PORT", help="A free port of it.")
+    ] = 29500,
+    node_rank: Annotated[
+        int | None, typer.Option(envvar=["NODE_RANK", "SLURM_NODEID"], help="This node, from 0.")
+    ] = None,
+    check_memory: Annotated[bool, typer.Option(help="Refuse what cannot fit.")] = True,
+    dry_run: Annotated[bool, typer.Option(help="Only print the command.")] = False,
+) -> None:
+    """Train a preset: print its whole command, and run it."""
+    from megatron_fssdp.presets.command import Request
+    from megatron_fssdp.tools import train as tool
+
+    words = [word for setting in settings or () for word in shlex.split(setting)]
+    request = Request(
+        preset=preset,
+        num_nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        cluster=cluster,
+        moe_parallel=moe_parallel,
+        data_path=shlex.split(data_path),
+        settings=[*words, *(megatron or ())],
+        script=script,
+        launcher=launcher,
+        master_addr=master_addr or None,
+        master_port=master_port,
+        node_rank=node_rank,
+        checks_memory=check_memory,
+    )
+    try:
+        tool.train(request, dry_run=dry_run)
+    except ValueError as error:
+        typer.echo(f"fssdp train: {error}", err=True)
+        raise typer.Exit(code=2) from error
 
 
 def main() -> None:

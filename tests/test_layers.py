@@ -16,13 +16,14 @@ ALLOWED = {
     "version": set(),
     "config": set(),
     "planning": set(),
-    "simulation": {"planning"},
+    "presets": {"planning"},
+    "simulation": {"planning", "presets"},
     "collectives": {"planning"},
     "experts": {"planning", "collectives"},
     "integration": {"planning", "simulation", "collectives", "experts", "config", "version"},
-    "tools": {"planning", "simulation", "collectives", "experts"},
+    "tools": {"planning", "presets", "simulation", "collectives", "experts"},
     "launch": {"integration"},
-    "cli": {"planning", "simulation", "integration", "tools", "config", "version"},
+    "cli": {"planning", "presets", "simulation", "integration", "tools", "config", "version"},
     "__init__": {"version"},
 }
 
@@ -86,7 +87,7 @@ def test_files_and_functions_stay_small(path: Path) -> None:
 def test_planning_and_simulation_need_neither_torch_nor_megatron() -> None:
     code = (
         "import sys, megatron_fssdp, megatron_fssdp.planning.planner, megatron_fssdp.config;"
-        "import megatron_fssdp.simulation.load_log;"
+        "import megatron_fssdp.simulation.load_log, megatron_fssdp.presets.command;"
         "print(sorted({'torch', 'megatron'} & set(sys.modules)))"
     )
     answer = subprocess.run(

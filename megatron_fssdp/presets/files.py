@@ -28,6 +28,18 @@ Args = dict[str, Any]
 # Layouts are written for nodes of this many GPUs.
 GPUS_PER_NODE = 8
 
+# Without these neither layout nor memory can be checked.
+REQUIRED = (
+    "--num-layers",
+    "--hidden-size",
+    "--num-attention-heads",
+    "--seq-length",
+    "--max-position-embeddings",
+    "--padded-vocab-size",
+    "--micro-batch-size",
+    "--global-batch-size",
+)
+
 # The folder `configs` of the repository; a wheel holds a copy.
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
@@ -96,6 +108,9 @@ def read_preset(name: str) -> Preset:
         wrong = [flag for flag in part if not str(flag).startswith("--")]
         if wrong:
             raise ValueError(f"{path}: {wrong[0]!r} is no flag; flags start with --")
+    missing = [flag for flag in REQUIRED if flag not in values["MODEL_ARGS"]]
+    if missing:
+        raise ValueError(f"{path}: MODEL_ARGS lacks {', '.join(missing)}")
     return Preset(
         name=path.stem,
         title=values.get("title", path.stem),
@@ -152,7 +167,8 @@ def _value_of(given: list[str]) -> Any:
         return True
     if given == ["false"]:
         return False
-    return given[0] if len(given) == 1 else given
+    values = [int(word) if word.isdecimal() else word for word in given]
+    return values[0] if len(values) == 1 else values
 
 
 def choose_layout(preset: Preset, num_gpus: int) -> Args:
