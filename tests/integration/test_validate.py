@@ -7,7 +7,8 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_fssdp.config import FSSDPConfig
 from megatron_fssdp.integration.arguments import add_arguments
-from megatron_fssdp.integration.validate import RULES, validate
+from megatron_fssdp.integration.rules import RULES
+from megatron_fssdp.integration.validate import validate
 
 MOE = "--moe-parallel fssdp --num-experts 8 --expert-model-parallel-size 4"
 GOOD = f"{MOE} --moe-token-dispatcher-type alltoall"
