@@ -195,17 +195,10 @@ RULES: tuple[Rule, ...] = (
     ),
     # The experts' weights are not one plain tensor per expert on each rank.
     Rule(
-        flag="--expert-tensor-parallel-size",
-        name="expert_tensor_parallel_size",
-        is_bad=_is_above_1,
-        reason="a replica is a whole expert",
-        way_out="use 1 (its default is --tensor-model-parallel-size)",
-    ),
-    Rule(
         flag="--expert-tensor-parallel-num-weight-shards",
         name="expert_gtp_weight_remat_size",
         is_bad=_is_above_1,
-        reason="a replica is a whole expert",
+        reason="an expert's weights are gathered anew for each use, and freed",
         way_out=_DROP,
     ),
     Rule(
