@@ -19,6 +19,7 @@ the truth. Written against megatron-core 0.19.2; tests/integration/test_cpu_plat
 with it.
 """
 
+import copy
 import functools
 import importlib
 import importlib.util
@@ -98,6 +99,7 @@ def enable(*, training: bool = False) -> None:
         ("cuda calls", _bridge_cuda_calls),
         ("tensors", _bridge_tensors),
         ("core", _bridge_megatron_core),
+        ("uneven collectives", _bridge_uneven_collectives),
         ("optimizer", _bridge_optimizer),
     ]
     if training:
@@ -251,6 +253,7 @@ def _bridge_megatron_core() -> None:
     from megatron.core.datasets import utils as datasets
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     # These reach into torch.cuda's generators and would wait for a CUDA start that never comes.
     def set_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
@@ -267,9 +270,58 @@ def _bridge_megatron_core() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     _replace(token_dispatcher, {"maybe_move_tensor_to_cpu": move_to_cpu})
+
+    # Stock has sequence parallelism only with Apex's or TE's norms: all it asks of a norm is this
+    # mark, by which the gradients of a tensor-parallel group are summed.
+    stock_norm = WrappedTorchNorm.__new__
+
+    def make_norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        alone = copy.copy(config)
+        alone.sequence_parallel = False
+        norm = stock_norm(cls, alone, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    _replace(WrappedTorchNorm, {"__new__": make_norm})
     # The wheel ships the index builder compiled, but not the Makefile that stock would call.
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp"):
         _replace(datasets, {"compile_helpers": _nothing})
+
+
+def _bridge_uneven_collectives() -> None:
+    """Gather and reduce-scatter parts of unequal size, which gloo refuses, by its all-to-all.
+
+    Expert tensor parallelism does both with tokens. Sums are in the order of ranks.
+    """
+    from megatron.core.tensor_parallel import mappings
+
+    stock_gather = mappings._gather_along_first_dim
+    stock_reduce = mappings._reduce_scatter_along_first_dim
+
+    def exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: Any) -> Any:
+        result = rows.new_empty(sum(received), *rows.shape[1:])
+        torch.distributed.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
+        return result
+
+    def gather(rows: torch.Tensor, group: Any, sizes: Any = None, *rest: Any, **named: Any) -> Any:
+        sizes = named.pop("output_split_sizes", sizes)
+        if sizes is None or group.size() == 1:
+            return stock_gather(rows, group, None, *rest, **named)
+        sent = [len(rows)] * group.size()
+        return exchange(torch.cat([rows] * group.size()), sent, list(sizes), group)
+
+    def reduce(rows: torch.Tensor, group: Any, sizes: Any = None, *rest: Any, **named: Any) -> Any:
+        sizes = named.pop("input_split_sizes", sizes)
+        if sizes is None or group.size() == 1:
+            return stock_reduce(rows, group, None, *rest, **named)
+        mine = int(sizes[group.rank()])
+        parts = exchange(rows, list(sizes), [mine] * group.size(), group)
+        return parts.view(group.size(), mine, *rows.shape[1:]).sum(0)
+
+    _replace(
+        mappings, {"_gather_along_first_dim": gather, "_reduce_scatter_along_first_dim": reduce}
+    )
 
 
 def _bridge_optimizer() -> None:

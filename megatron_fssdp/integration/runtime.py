@@ -65,7 +65,6 @@ class FSSDPRuntime:
     _optimizers: set[int] | None = None
     _groups: dict[tuple[int, ...], GroupState] = field(default_factory=dict)
     _plan_s: float = 0.0
-
     owners: Owners = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,20 +83,28 @@ class FSSDPRuntime:
                 group.transport.lane.close()
 
     def add_layer(
-        self, num_experts: int, group: dist.ProcessGroup, name: str, shape: LayerShape | None
+        self,
+        num_experts: int,
+        group: dist.ProcessGroup,
+        tp_ep_group: dist.ProcessGroup,
+        shape: LayerShape | None,
+        name: str = "a MoE layer",
     ) -> int:
-        """Register a MoE layer and return its index. Collective over the group.
+        """Register a MoE layer and return its index. Collective over `tp_ep_group`.
 
         Args:
             num_experts: E.
             group: the expert-parallel group.
-            name: in messages.
+            tp_ep_group: its ranks with their expert-tensor-parallel peers.
             shape: its sizes; None: the layer is only watched.
+            name: in messages.
         """
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in self._groups:
-            self._groups[ranks] = GroupState(*agreement.find_cluster(group, self.config))
-        self._layers.append(LayerState(name, num_experts, group, self._groups[ranks], shape))
+            cluster = agreement.find_cluster(tp_ep_group, self.config, group.size())
+            self._groups[ranks] = GroupState(*cluster)
+        shared = self._groups[ranks]
+        self._layers.append(LayerState(name, num_experts, group, tp_ep_group, shared, shape))
         return len(self._layers) - 1
 
     def make_copy_groups(self) -> None:
@@ -389,7 +396,5 @@ class FSSDPRuntime:
             # Made here, with the plan: the first forward would wait for it.
             _ = layer.step.placement.schedule
         if self.config.fssdp_check_plans:
-            device = layers[0].step.device if layers[0].step else torch.device("cpu")
-            names = [layer.name for layer in layers]
-            placements = [layer.step.placement for layer in layers if layer.step is not None]
-            agreement.check_plans(placements, names, layers[0].group, device)
+            steps = {layer.name: layer.step for layer in layers if layer.step is not None}
+            agreement.check_plans(steps, layers[0].tp_ep_group)

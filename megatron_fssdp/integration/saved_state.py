@@ -61,9 +61,9 @@ def restore(runtime: FSSDPRuntime, folder: str | Path) -> str:
 def _entry(data: dict[str, Any] | None) -> ShardedObject:
     stage = parallel_state.get_pipeline_model_parallel_rank()
     replica = parallel_state.get_expert_data_parallel_rank()
-    # The same on all ranks of an expert-parallel group: one of them writes.
+    # The same on all ranks that share a plan: one of them writes.
     writer = (
-        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_expert_tensor_parallel_rank(),
         parallel_state.get_expert_model_parallel_rank(),
     )
     key = f"fssdp.stage{stage}.replica{replica}"

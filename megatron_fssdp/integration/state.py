@@ -40,6 +40,8 @@ class LayerState:
     name: str
     num_experts: int
     group: dist.ProcessGroup
+    # The expert-parallel and expert-tensor-parallel ranks: those that need the same plans.
+    tp_ep_group: dist.ProcessGroup
     shared: GroupState
     shape: LayerShape | None
     # The layer's number in the model, from 1; 0 until it is told.
@@ -58,13 +60,23 @@ class LayerState:
     materializer: Materializer | None = None
     calibrations: list[Calibration] = field(default_factory=list)
 
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share an expert (expert tensor parallelism)."""
+        return self.tp_ep_group.size() // self.group.size()
+
 
 def read_traffic(layer: LayerState) -> tuple[Traffic, Traffic]:
     """Read a layer's accounts, and start them anew."""
     each = layer.materializer
     if each is None:
         return Traffic(), Traffic()
-    of = partial(Traffic.of, node_of_rank=layer.shared.topology.node_of_rank)
+    # Every shard's ranks send their own.
+    of = partial(
+        Traffic.of,
+        node_of_rank=layer.shared.topology.node_of_rank,
+        num_senders=layer.num_shards,
+    )
     result = of(each.gathers, each.gather_meter), of(each.reductions, each.reduce_meter)
     each.gathers.clear()
     each.reductions.clear()

@@ -7,7 +7,8 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_fssdp.config import FSSDPConfig
 from megatron_fssdp.integration.arguments import add_arguments
-from megatron_fssdp.integration.validate import RULES, validate
+from megatron_fssdp.integration.rules import RULES
+from megatron_fssdp.integration.validate import validate
 
 MOE = "--moe-parallel fssdp --num-experts 8 --expert-model-parallel-size 4"
 GOOD = f"{MOE} --moe-token-dispatcher-type alltoall"
@@ -36,7 +37,6 @@ BAD = {
     "cuda_graph_impl": "--cuda-graph-impl transformer_engine",
     "offload_modules": "--offload-modules core_attn expert_fc1",
     "moe_paged_stash": "--moe-paged-stash",
-    "expert_tensor_parallel_size": "--expert-tensor-parallel-size 2",
     "moe_single_grouped_weight": "--moe-single-grouped-weight",
     "moe_single_grouped_bias": "--moe-single-grouped-bias",
     "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser",

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from tests.integration.shards import cut, plain_name, shard_name, whole_shape
+
 VOCAB = 64
 
 
@@ -24,6 +26,7 @@ class Job:
     moe_parallel: str = "ep"
     ep: int = 2
     tp: int = 1
+    etp: int = 1
     pp: int = 1
     steps: int = 5
     num_experts: int = 8
@@ -86,7 +89,7 @@ class TinyRun:
             tensor_model_parallel_size=job.tp,
             pipeline_model_parallel_size=job.pp,
             expert_model_parallel_size=job.ep,
-            expert_tensor_parallel_size=1,
+            expert_tensor_parallel_size=job.etp,
             create_gloo_process_groups=False,
         )
         torch.manual_seed(1234)
@@ -127,7 +130,7 @@ class TinyRun:
             "moe_aux_loss_coeff": 0.0,
             "moe_grouped_gemm": True,
             "expert_model_parallel_size": job.ep,
-            "expert_tensor_parallel_size": 1,
+            "expert_tensor_parallel_size": job.etp,
             "tensor_model_parallel_size": job.tp,
             "pipeline_model_parallel_size": job.pp,
             "sequence_parallel": job.tp > 1,
@@ -200,7 +203,10 @@ class TinyRun:
         )
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Parameters by a name that does not depend on the layout: global expert and layer ids."""
+        """Parameters by a name that does not depend on the layout: global expert and layer ids.
+
+        A shard of a tensor-parallel parameter adds which one it is (see `shards`).
+        """
         from megatron.core import parallel_state
 
         per_rank = self.job.num_experts // self.job.ep
@@ -223,7 +229,7 @@ class TinyRun:
                     parts[index + 1] = str(int(parts[index + 1]) + first)
                 if part == "layers":
                     parts[index + 1] = str(int(parts[index + 1]) + offset)
-            named[".".join(parts)] = parameter
+            named[shard_name(".".join(parts), parameter)] = parameter
         return named
 
     def _places(self) -> dict[torch.nn.Parameter, tuple[int, int]]:
@@ -246,19 +252,20 @@ class TinyRun:
         }
 
     def _make_reproducible(self) -> None:
-        """Give every parameter values that depend on its layout-free name only (TP = 1)."""
+        """Give every parameter values that depend on its layout-free name only."""
         for name, parameter in self.named_parameters().items():
             if "norm" in name or "layernorm" in name:
                 continue
-            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+            seed = int.from_bytes(hashlib.sha256(plain_name(name).encode()).digest()[:4], "big")
             generator = torch.Generator().manual_seed(seed)
-            values = torch.randn(parameter.shape, generator=generator) * 0.05
+            shape = whole_shape(name, parameter.shape)
+            values = torch.randn(shape, generator=generator) * 0.05
             if "router.weight" in name:
                 # Expert e's logits grow with e's place in a fixed order: routing is skewed.
                 order = torch.randperm(values.shape[0], generator=generator).unsqueeze(1)
                 values = values * self.job.router_skew * (1 + order / 2)
             with torch.no_grad():
-                parameter.copy_(values)
+                parameter.copy_(cut(name, values))
 
     def _force_routing(self, experts: tuple[tuple[int, ...], ...]) -> None:
         from megatron.core.transformer.moe.router import TopKRouter
