@@ -21,7 +21,7 @@ import torch
 
 from tests.integration.double import in_double
 from tests.integration.tiny import Job, Trained, run_many
-from tests.pairwise import Case, Constraint, covering_cases, feasible_pairs, pairs_of, spread
+from tests.pairwise import Case, Constraint, covering_cases, spread
 from tests.ranks import ALL, run_ranks
 
 TOLERANCE = 1e-12
@@ -58,9 +58,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 CONSTRAINTS = (
     # 4 or 8 ranks.
     Constraint(("pp", "ep", "edp"), lambda pp, ep, edp: pp * ep * edp in (4, 8)),
-    Constraint(
-        ("tp", "cp", "ep", "edp"), lambda tp, cp, ep, edp: (ep * edp) % (tp * cp) == 0
-    ),
+    Constraint(("tp", "cp", "ep", "edp"), lambda tp, cp, ep, edp: (ep * edp) % (tp * cp) == 0),
     # Megatron's own: interleaving needs stages and micro-batches for them.
     Constraint(("vpp", "pp"), lambda vpp, pp: vpp == 1 or pp > 1),
     Constraint(("vpp", "num_microbatches"), lambda vpp, count: vpp == 1 or count > 1),

@@ -365,8 +365,11 @@ class TinyRun:
         padding = {"padding_mask": is_padding} if self.job.num_padding else {}
         output = model(tokens, positions, mask, labels=labels, **padding)
 
-        def loss_func(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        def loss_func(losses: torch.Tensor) -> tuple[Any, ...]:
             loss = losses.float()[~is_padding].mean()
+            if self.config.calculate_per_token_loss:
+                num_tokens = (~is_padding).sum().int()
+                return loss * num_tokens, num_tokens, {"loss": loss.detach().clone()}
             # Cloned: the schedule scales the loss in place.
             return loss, {"loss": loss.detach().clone()}
 
