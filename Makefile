@@ -1,7 +1,7 @@
 # Every target sets up .venv first (scripts/setup_venv.sh does nothing when it is up to date).
 PY := .venv/bin/python
 
-.PHONY: setup train test lint bench bench-planner clean
+.PHONY: setup train test lint mutants bench bench-planner clean
 
 setup:
 	@scripts/setup_venv.sh
@@ -19,8 +19,13 @@ lint: setup
 	@.venv/bin/mypy scripts
 	@.venv/bin/mypy benchmarks
 
+# Faults put in on purpose: each must make a test fail.
+mutants: setup
+	@$(PY) -m tests.mutants
+
 bench: setup
 	@$(PY) benchmarks/layer.py
+	@$(PY) benchmarks/nothing_to_gain.py
 	@$(PY) benchmarks/copies.py
 	@$(PY) benchmarks/resharding.py
 

@@ -45,3 +45,15 @@ def test_layer_benchmark(tmp_path: Path) -> None:
     assert cases["ep skewed"]["fullest_over_mean"] == pytest.approx(1.6, abs=0.02)
     assert cases["fssdp skewed"]["fullest_over_mean"] <= 1.01
     assert cases["fssdp balanced"]["fullest_over_mean"] == 1.0
+
+
+def test_nothing_to_gain_costs_no_memory(tmp_path: Path) -> None:
+    """Time is the machine's; replicas, bytes copied and memory are ours."""
+    results = tmp_path / "nothing.json"
+    printed = run_script("benchmarks/nothing_to_gain.py", "--repeats", "1", "--json", str(results))
+    assert "Nothing to gain" in printed
+    figures = json.loads(results.read_text())
+    _, memory, replicas = figures["ratios"]
+    assert replicas["holds"], figures
+    # Above 0.99: the tracker saw both layers' tensors.
+    assert 0.99 <= memory["measured"] <= 1.02, figures

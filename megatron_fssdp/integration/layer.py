@@ -77,6 +77,9 @@ class FSSDPMoELayer(MoELayer):
         self.token_dispatcher: Any = _build_physical_dispatcher(
             type(self.token_dispatcher), self.config, num_slots, self._groups
         )
+        if self.shared_expert_overlap:
+            # It runs inside the dispatcher, between the tokens' messages.
+            self.token_dispatcher.set_shared_experts(self.shared_experts)
         # Kept out of the module tree: state_dict, parameters() and DDP see a stock layer.
         object.__setattr__(
             self,
@@ -87,7 +90,9 @@ class FSSDPMoELayer(MoELayer):
     def set_layer_number(self, layer_number: int) -> None:
         """Take the number that the transformer layer gives; messages name it."""
         super().set_layer_number(layer_number)
-        self._runtime.number_layer(self._index, layer_number)
+        # MTP counts its layers from 1 again; Megatron's logs count them on.
+        before = self.config.num_layers if self.is_mtp_layer else 0
+        self._runtime.number_layer(self._index, before + layer_number)
 
     def start_replicas(self) -> None:
         """Start to fetch this forward's replicas: call it before the layer's attention."""

@@ -42,7 +42,6 @@ def _contains(*words: str) -> Callable[[Any], bool]:
     return lambda values: any(word in (values or ()) for word in words)
 
 
-_CAPACITY = "tokens beyond an expert's capacity are dropped per copy, so replicas change results"
 _OTHER_LAYER = "its MoE layers are built elsewhere, so plain EP would run"
 _OTHER_SCHEDULE = "it calls the parts of the MoE layer itself and would skip the replicas"
 _STEPPED = "only Adam and SGD update an expert from its own gradient alone"
@@ -95,18 +94,11 @@ RULES: tuple[Rule, ...] = (
     ),
     # Tokens are dropped, padded or dispatched in ways that depend on the number of experts.
     Rule(
-        flag="--moe-expert-capacity-factor",
-        name="moe_expert_capacity_factor",
-        is_bad=_is_set,
-        reason=_CAPACITY,
-        way_out="drop the flag: FSSDP balances without dropping tokens",
-    ),
-    Rule(
         flag="--moe-pad-expert-input-to-capacity",
         name="moe_pad_expert_input_to_capacity",
         is_bad=_is_set,
-        reason=_CAPACITY,
-        way_out=_DROP,
+        reason="it pads all slots to one size, and their quotas differ",
+        way_out="drop the flag: --moe-expert-capacity-factor alone drops the same tokens",
     ),
     Rule(
         flag="--moe-expert-rank-capacity-factor",
@@ -144,13 +136,6 @@ RULES: tuple[Rule, ...] = (
         way_out=_DROP,
     ),
     # The parts of the layer run in another order, or twice.
-    Rule(
-        flag="--moe-shared-expert-overlap",
-        name="moe_shared_expert_overlap",
-        is_bad=_is_set,
-        reason="it runs inside the token dispatcher",
-        way_out="drop the flag: the shared expert then runs beside the routed ones",
-    ),
     Rule(
         flag="--overlap-moe-expert-parallel-comm",
         name="overlap_moe_expert_parallel_comm",

@@ -28,6 +28,7 @@ def validate(args: Namespace) -> FSSDPConfig:
     config = FSSDPConfig.from_args(args)
     if config.moe_parallel == "fssdp":
         _check_sizes(config, args.num_experts, args.expert_model_parallel_size)
+        _check_sequence_parallel(args)
         config = _resharding(config, args)
         for rule in RULES:
             value = getattr(args, rule.name, None)
@@ -62,6 +63,16 @@ def _check_sizes(config: FSSDPConfig, num_experts: int | None, num_ranks: int) -
             f"--fssdp-num-replica-slots {config.fssdp_num_replica_slots} is more than the "
             f"{num_others} experts that a rank does not own (--num-experts {num_experts}, "
             f"--expert-model-parallel-size {num_ranks}); use 0 to {num_others}."
+        )
+
+
+def _check_sequence_parallel(args: Namespace) -> None:
+    size = getattr(args, "tensor_model_parallel_size", 1)
+    if size > 1 and not getattr(args, "sequence_parallel", False):
+        raise ValueError(
+            f"--moe-parallel fssdp does not work with --tensor-model-parallel-size {size} without "
+            "--sequence-parallel: Megatron's MoE layers refuse to train so; add "
+            "--sequence-parallel."
         )
 
 

@@ -54,6 +54,30 @@ def test_extreme_routing_equals_ep(case: str, dispatcher: str) -> None:
         assert got[0].imbalance[-1][1] <= 1.05
 
 
+def _train_counting_copies(job: Job) -> list[Any]:
+    """Train EP and FSSDP; return both, and the bytes that FSSDP copied."""
+    stock, run = TinyRun(job).train(), TinyRun(job.as_fssdp())
+    copied: list[int] = []
+    run.runtime.listeners.append(
+        lambda record: copied.extend(
+            each.num_bytes for each in (*record.gathers, *record.reductions)
+        )
+    )
+    return [stock, run.train(), sum(copied)]
+
+
+def test_balanced_loads_copy_nothing_and_train_the_same_bits() -> None:
+    """Replication that costs more than it saves (MoonEP#6, fault 51): 0 replicas, 0 bytes."""
+    for want, got, copied in run_ranks(
+        4, _train_counting_copies, EXTREMES["each-rank-the-next-rank's"]
+    ):
+        assert got.replicas == [0] * BASE.steps
+        assert copied == 0
+        assert (got.losses, got.grad_norms) == (want.losses, want.grad_norms)
+        for name, tensor in want.params.items():
+            assert torch.equal(got.params[name], tensor), name
+
+
 def _norms_and_dense_parameters(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:
     run = TinyRun(job)
     if dist.get_rank() == 0:

@@ -21,14 +21,12 @@ BAD = {
     "transformer_impl": "--transformer-impl inference_optimized",
     "moe_use_upcycling": "--moe-use-upcycling",
     "perform_rl_step": "--perform-rl-step",
-    "moe_expert_capacity_factor": "--moe-expert-capacity-factor 1.5",
     "moe_pad_expert_input_to_capacity": "--moe-pad-expert-input-to-capacity",
     "moe_expert_rank_capacity_factor": "--moe-expert-rank-capacity-factor 1.5",
     "moe_router_padding_for_quantization": "--moe-router-padding-for-quantization",
     "moe_router_padding_for_fp8": "--moe-router-padding-for-fp8",
     "moe_token_dispatcher_type": "--moe-token-dispatcher-type flex",
     "moe_latent_size": "--moe-latent-size 64",
-    "moe_shared_expert_overlap": "--moe-shared-expert-overlap",
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
     "delay_wgrad_compute": "--delay-wgrad-compute",
     "overlap_dispatch_backward_with_experts_wgrad": (
@@ -126,6 +124,14 @@ def test_sizes(flags: str, message: str, parser: ArgumentParser) -> None:
     with pytest.raises(ValueError, match="-") as caught:
         validate(args)
     assert str(caught.value).startswith(message)
+
+
+def test_tensor_parallel_needs_sequence_parallel(parser: ArgumentParser) -> None:
+    """Megatron's layer says so in its first forward (Megatron-LM#1587, fault 41); we at the start."""
+    words = f"{GOOD} --tensor-model-parallel-size 2"
+    with pytest.raises(ValueError, match="size 2 without --sequence-parallel"):
+        validate(parser.parse_args(words.split()))
+    validate(parser.parse_args(f"{words} --sequence-parallel".split()))
 
 
 def test_all_spare_slots_are_allowed(parser: ArgumentParser) -> None:

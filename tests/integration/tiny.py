@@ -6,7 +6,9 @@ the parts that a training job runs, without its command line.
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from tests.integration.shards import cut, plain_name, shard_name, whole_shape
 
 VOCAB = 64
+_OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,9 @@ class Job:
     tp: int = 1
     etp: int = 1
     pp: int = 1
+    # Model chunks of a rank (interleaved pipeline), and context parallelism.
+    vpp: int = 1
+    cp: int = 1
     steps: int = 5
     num_experts: int = 8
     topk: int = 2
@@ -40,6 +46,7 @@ class Job:
     lr: float = 1e-3
     clip_grad: float = 1.0
     distributed_optimizer: bool = False
+    optimizer_instances: int = 1
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     params_dtype: torch.dtype = torch.float32
@@ -48,6 +55,8 @@ class Job:
     forced_experts: tuple[tuple[int, ...], ...] | None = None
     # Every so many steps experts get random new owners, 0 to E of a layer on a rank.
     reshard_every: int = 0
+    # So many of each row's last tokens are padding.
+    num_padding: int = 0
     # Parameters whose name contains this are frozen before DDP sees them.
     freeze: str | None = None
     # Keep Megatron's own initialization (its random numbers), to compare that too.
@@ -67,6 +76,8 @@ class Trained:
     grad_norms: list[float] = field(default_factory=list)
     params: dict[str, torch.Tensor] = field(default_factory=dict)
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
+    # This rank's buffers: with the distributed optimizer only its shard is reduced over ranks.
+    local_grads: dict[str, torch.Tensor] = field(default_factory=dict)
     moments: dict[str, torch.Tensor] = field(default_factory=dict)
     replicas: list[int] = field(default_factory=list)
     imbalance: list[tuple[float, float]] = field(default_factory=list)
@@ -88,6 +99,9 @@ class TinyRun:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=job.tp,
             pipeline_model_parallel_size=job.pp,
+            virtual_pipeline_model_parallel_size=job.vpp if job.vpp > 1 else None,
+            context_parallel_size=job.cp,
+            num_distributed_optimizer_instances=job.optimizer_instances,
             expert_model_parallel_size=job.ep,
             expert_tensor_parallel_size=job.etp,
             create_gloo_process_groups=False,
@@ -96,7 +110,7 @@ class TinyRun:
         tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
         self.result = Trained()
         self.config = self._config()
-        self.model = [self._model()]
+        self.model = self._model()
         if not job.stock_init:
             self._make_reproducible()
         if job.forced_experts is not None:
@@ -114,7 +128,7 @@ class TinyRun:
             chunk.start_param_sync(force_sync=True)
 
     def _config(self) -> Any:
-        from megatron.core.transformer import TransformerConfig
+        from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
         job = self.job
         settings: dict[str, Any] = {
@@ -133,6 +147,8 @@ class TinyRun:
             "expert_tensor_parallel_size": job.etp,
             "tensor_model_parallel_size": job.tp,
             "pipeline_model_parallel_size": job.pp,
+            "virtual_pipeline_model_parallel_size": job.vpp if job.vpp > 1 else None,
+            "context_parallel_size": job.cp,
             "sequence_parallel": job.tp > 1,
             "pipeline_dtype": job.params_dtype,
             "params_dtype": job.params_dtype,
@@ -148,17 +164,13 @@ class TinyRun:
             "attention_dropout": 0.0,
             "deterministic_mode": False,
         }
-        return TransformerConfig(**{**settings, **job.model})
+        kind = TransformerConfig
+        if job.model.get("multi_latent_attention"):
+            kind = MLATransformerConfig
+        return kind(**{**settings, **job.model})
 
-    def _model(self) -> torch.nn.Module:
-        from megatron.core import parallel_state
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-        )
-        from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
+    def _model(self) -> list[torch.nn.Module]:
+        """Build this rank's model chunks."""
         from megatron_fssdp.integration import spec
 
         job = self.job
@@ -168,22 +180,54 @@ class TinyRun:
             self.runtime = spec.register(FSSDPConfig(moe_parallel="fssdp", **job.fssdp))
             self.runtime.listeners.append(self._listen)
         try:
-            block = get_gpt_decoder_block_spec(self.config, use_transformer_engine=False)
-            model = GPTModel(
-                self.config,
-                block,
-                vocab_size=VOCAB,
-                max_sequence_length=job.sequence,
-                pre_process=parallel_state.is_pipeline_first_stage(),
-                post_process=parallel_state.is_pipeline_last_stage(),
-                share_embeddings_and_output_weights=False,
-                position_embedding_type="rope",
-            )
+            chunks = [self._chunk(number) for number in range(job.vpp)]
             if job.moe_parallel == "fssdp":
-                spec.prepare([model], self.runtime)
+                spec.prepare(chunks, self.runtime)
                 self.runtime.num_microbatches = lambda: job.num_microbatches
         finally:
             spec.unregister()
+        return [self._wrap(chunk, number) for number, chunk in enumerate(chunks)]
+
+    def _chunk(self, number: int) -> torch.nn.Module:
+        from megatron.core import parallel_state
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import (
+            get_gpt_decoder_block_spec,
+            get_gpt_mtp_block_spec,
+        )
+
+        job, stage = self.job, {"ignore_virtual": False, "vp_stage": number}
+        block = get_gpt_decoder_block_spec(
+            self.config, use_transformer_engine=False, vp_stage=number
+        )
+        if job.cp > 1 or self.config.multi_latent_attention:
+            for layer in block.layer_specs:
+                layer.submodules.self_attention.submodules.core_attention = attention_on_cpus()
+        mtp = None
+        if self.config.mtp_num_layers:
+            mtp = get_gpt_mtp_block_spec(
+                self.config, block, use_transformer_engine=False, vp_stage=number
+            )
+        return GPTModel(
+            self.config,
+            block,
+            vocab_size=VOCAB,
+            max_sequence_length=job.sequence,
+            pre_process=parallel_state.is_pipeline_first_stage(**stage),
+            post_process=parallel_state.is_pipeline_last_stage(**stage),
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="rope",
+            mtp_block_spec=mtp,
+            vp_stage=number,
+        )
+
+    def _wrap(self, model: torch.nn.Module, number: int) -> torch.nn.Module:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+        )
+
+        job = self.job
         for name, parameter in model.named_parameters():
             if job.freeze is not None and job.freeze in name:
                 parameter.requires_grad_(False)
@@ -198,8 +242,11 @@ class TinyRun:
                 overlap_grad_reduce=job.overlap_grad_reduce,
                 overlap_param_gather=job.overlap_param_gather,
                 bucket_size=4000 if job.overlap_grad_reduce else None,
+                num_distributed_optimizer_instances=job.optimizer_instances,
             ),
             model,
+            # As Megatron does: the chunks that run later are not in the first bucket's time.
+            disable_bucketing=number > 0,
         )
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -211,42 +258,38 @@ class TinyRun:
 
         per_rank = self.job.num_experts // self.job.ep
         first = parallel_state.get_expert_model_parallel_rank() * per_rank
-        place_of = self._places()
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        offset = stage * (self.job.num_layers // self.job.pp)
         named = {}
-        for name, parameter in self.model[0].module.named_parameters():
-            parts = name.removeprefix("module.").split(".")
-            if parameter in place_of:
-                layer, expert = place_of[parameter]
-                parts[parts.index("layers") + 1] = str(layer)
+        for model in map(_unwrapped, self.model):
+            layers = model.decoder.layers
+            offset = layers[0].layer_number - 1 if len(layers) else 0
+            place_of = self._places(model)
+            for name, parameter in model.named_parameters():
+                if parameter in place_of:
+                    layer, expert = place_of[parameter]
+                    name = _at_expert(layer + name[name.index(".mlp.experts.") :], expert - first)
+                parts = name.split(".")
                 if "local_experts" in parts:
-                    parts[parts.index("local_experts") + 1] = str(expert - first)
-                else:  # TE's "weight3"
-                    parts[-1] = parts[-1].rstrip("0123456789") + str(expert - first)
-            for index, part in enumerate(parts):
-                if part == "local_experts":
-                    parts[index + 1] = str(int(parts[index + 1]) + first)
-                if part == "layers":
-                    parts[index + 1] = str(int(parts[index + 1]) + offset)
-            named[shard_name(".".join(parts), parameter)] = parameter
+                    place = parts.index("local_experts") + 1
+                    parts[place] = str(int(parts[place]) + first)
+                if parts[:2] == ["decoder", "layers"]:
+                    parts[2] = str(int(parts[2]) + offset)
+                named[shard_name(".".join(parts), parameter)] = parameter
         return named
 
-    def _places(self) -> dict[torch.nn.Parameter, tuple[int, int]]:
-        """The layer (of this rank's, by index) and expert that each expert parameter holds."""
+    def _places(self, model: torch.nn.Module) -> dict[torch.nn.Parameter, tuple[str, int]]:
+        """The layer (by its name in the chunk) and expert that each expert parameter holds."""
         if self.job.moe_parallel != "fssdp":
             return {}
         from megatron_fssdp.integration.layer import FSSDPMoELayer
 
-        decoder = next(m.decoder for m in self.model[0].modules() if hasattr(m, "decoder"))
-        numbers: dict[Any, list[int]] = {}
-        for number, layer in enumerate(decoder.layers):
-            if isinstance(layer.mlp, FSSDPMoELayer):
-                ownership, _ = self.runtime.owners.home(layer.mlp._index)
-                numbers.setdefault(ownership, []).append(number)
+        layers: dict[Any, list[str]] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, FSSDPMoELayer):
+                ownership, _ = self.runtime.owners.home(module._index)
+                layers.setdefault(ownership, []).append(name.removesuffix(".mlp"))
         return {
-            weight: (numbers[ownership][position], expert)
-            for ownership in numbers
+            weight: (layers[ownership][position], expert)
+            for ownership in layers
             for home, (position, expert) in enumerate(ownership.homes.expert_of(ownership.rank))
             for weight in ownership.weights(home)
         }
@@ -272,7 +315,7 @@ class TinyRun:
 
         bias = torch.zeros(self.job.num_experts)
         bias[list(experts[dist.get_rank() % len(experts)])] = 30.0
-        for module in self.model[0].modules():
+        for module in (each for chunk in self.model for each in chunk.modules()):
             if isinstance(module, TopKRouter):
                 gating = module.gating
                 module.gating = lambda x, gating=gating: gating(x) + bias  # type: ignore[method-assign]
@@ -291,6 +334,8 @@ class TinyRun:
             use_distributed_optimizer=job.distributed_optimizer,
             overlap_param_gather=job.overlap_param_gather,
             sgd_momentum=0.0,
+            # Said again, because `in_double` changes what it means.
+            **dict.fromkeys(_OPTIMIZER_DTYPES, torch.float32),
         )
         return get_megatron_optimizer(config, self.model, use_gloo_process_groups=False)
 
@@ -312,14 +357,21 @@ class TinyRun:
 
     def _forward_step(self, iterator: Any, model: torch.nn.Module) -> Any:
         rows = next(iterator)
-        tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-        positions = torch.arange(self.job.sequence).unsqueeze(0).expand_as(tokens)
+        places = positions_of_rank(self.job.sequence)
+        tokens, labels = rows[:, places], rows[:, places + 1]
+        positions = places.unsqueeze(0).expand_as(tokens)
         mask = torch.ones(1, 1, *[self.job.sequence] * 2, dtype=torch.bool).triu(1)
-        output = model(tokens, positions, mask, labels=labels)
+        is_padding = positions >= self.job.sequence - self.job.num_padding
+        padding = {"padding_mask": is_padding} if self.job.num_padding else {}
+        output = model(tokens, positions, mask, labels=labels, **padding)
 
-        def loss_func(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            loss = losses.float().mean()
-            return loss, {"loss": loss.detach()}
+        def loss_func(losses: torch.Tensor) -> tuple[Any, ...]:
+            loss = losses.float()[~is_padding].mean()
+            if self.config.calculate_per_token_loss:
+                num_tokens = (~is_padding).sum().int()
+                return loss * num_tokens, num_tokens, {"loss": loss.detach().clone()}
+            # Cloned: the schedule scales the loss in place.
+            return loss, {"loss": loss.detach().clone()}
 
         return output, loss_func
 
@@ -355,14 +407,16 @@ class TinyRun:
 
         self.config.finalize_model_grads_func = finalize_model_grads
         if self.job.overlap_grad_reduce:
-            self.config.no_sync_func = self.model[0].no_sync
+            no_sync = [chunk.no_sync for chunk in self.model]
+            self.config.no_sync_func = no_sync if self.job.vpp > 1 else no_sync[0]
         self.config.grad_scale_func = None
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        iterators = [iter(self._batches(step)) for _ in self.model]
         losses = get_forward_backward_func()(
             forward_step_func=self._forward_step,
-            data_iterator=iter(self._batches(step)),
+            data_iterator=iterators if self.job.vpp > 1 else iterators[0],
             model=self.model,
             num_microbatches=self.job.num_microbatches,
             seq_length=self.job.sequence,
@@ -372,17 +426,20 @@ class TinyRun:
             forward_only=False,
         )
         if step == self.job.steps - 1:
-            self.result.grads = {
+            self.result.local_grads = {
                 name: parameter.main_grad.clone()
                 for name, parameter in self.named_parameters().items()
-                if not self.job.distributed_optimizer and parameter.requires_grad
+                if parameter.requires_grad
             }
+            if not self.job.distributed_optimizer:
+                self.result.grads = self.result.local_grads
         _, grad_norm, _ = self.optimizer.step()
         loss = torch.zeros(())
         if parallel_state.is_pipeline_last_stage():
             loss = torch.stack([entry["loss"] for entry in losses]).mean()
-        dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
-        loss /= parallel_state.get_data_parallel_world_size()
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(loss, group=group)
+        loss /= group.size()
         self.result.losses.append(loss.item())
         self.result.grad_norms.append(float(grad_norm))
         return loss.item()
@@ -393,7 +450,8 @@ class TinyRun:
             self.step(step)
         if self.job.overlap_param_gather:
             # The last step's parameters would otherwise be gathered in the next forward.
-            self.model[0].disable_forward_pre_hook()
+            for chunk in self.model:
+                chunk.disable_forward_pre_hook()
         self.result.params = {
             name: parameter.detach().clone() for name, parameter in self.named_parameters().items()
         }
@@ -460,6 +518,61 @@ class TinyRun:
                 for key in ("exp_avg", "exp_avg_sq"):
                     moments[f"{name}.{key}"] = state[key].clone()
         return moments
+
+
+def _at_expert(name: str, index: int) -> str:
+    """The name that an expert's parameter would have as the rank's expert `index`."""
+    if "local_experts" in name:
+        return re.sub(r"(?<=local_experts\.)\d+", str(index), name)
+    return name.rstrip("0123456789") + str(index)  # TE's "weight3"
+
+
+def _unwrapped(chunk: Any) -> Any:
+    """The GPTModel inside DDP and whatever else wraps it."""
+    return next(module for module in chunk.modules() if hasattr(module, "decoder"))
+
+
+def positions_of_rank(sequence: int) -> torch.Tensor:
+    """The places in a sequence that this context-parallel rank has: a piece of each half."""
+    from megatron.core import parallel_state
+
+    size = parallel_state.get_context_parallel_world_size()
+    rank = parallel_state.get_context_parallel_rank()
+    pieces = torch.arange(sequence).chunk(2 * size)
+    return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
+
+
+def attention_on_cpus() -> type:
+    """Attention for context parallelism and MLA on CPUs, where Megatron's own needs TE.
+
+    Every rank gathers all keys and values; queries stay. Gradients go back to their ranks.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class Attention(DotProductAttention):
+        def __init__(
+            self, config: Any, *rest: Any, k_channels: int = 0, v_channels: int = 0, **options: Any
+        ) -> None:
+            stock = copy.copy(config)
+            stock.context_parallel_size = 1
+            stock.kv_channels = v_channels or config.kv_channels
+            super().__init__(stock, *rest, **options)
+
+        def forward(self, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+            group = parallel_state.get_context_parallel_group()
+            if group.size() > 1:
+                key, value = (
+                    gather_from_sequence_parallel_region(each, group=group) for each in (key, value)
+                )
+                mine = positions_of_rank(key.shape[0])
+                places = torch.empty(key.shape[0], dtype=mine.dtype)
+                dist.all_gather_into_tensor(places, mine, group=group)
+                mask = (places > mine.unsqueeze(1))[None, None]
+            return super().forward(query, key, value, mask, **options)
+
+    return Attention
 
 
 def run(job: Job) -> Trained:

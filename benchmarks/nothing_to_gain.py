@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+
+"""What FSSDP costs where there is nothing to gain: one MoE layer with perfectly balanced routing.
+
+EP and FSSDP take turns in one process group of 2 gloo ranks, one thread each. Held to: no replica,
+no byte copied, and at most 2 % more time and memory. Memory is the peak of all live tensors of an
+iteration (parameters, gradients, activations), as torch's own MemTracker counts them: the same
+bytes in every run. Time is the machine's.
+
+    python benchmarks/nothing_to_gain.py [--repeats 31] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from layer import EXPERTS, FFN, HIDDEN, RANKS, TOKENS, TOPK, Case
+from rich.console import Console
+from rich.progress import track
+from tables import show
+
+MOST = 1.02
+
+
+def peak_bytes(case: Case) -> int:
+    """Run an iteration and return the most bytes that live tensors took, on the fullest rank."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    tracker = MemTracker()
+    tracker.track_external(case.layer, case.inputs, case.probs)
+    with tracker:
+        case.run()
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    most = torch.tensor([peak["Total"]])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most.item())
+
+
+def measure(repeats: int) -> list[dict[str, Any]]:
+    """Time both kinds in turns. Runs on every rank; rank 0's answer counts."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=RANKS, create_gloo_process_groups=False
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    cases = [Case("ep", "balanced"), Case("fssdp", "balanced")]
+    copied: list[int] = []
+    cases[1].runtime.listeners.append(
+        lambda record: copied.append(sum(gather.num_bytes for gather in record.gathers))
+    )
+    for _ in range(3):  # warm up; FSSDP learns the loads
+        for case in cases:
+            case.run()
+    console = Console(stderr=True, quiet=dist.get_rank() != 0)
+    for turn in track(range(repeats), description="timing", console=console):
+        # Each goes first every other time: who follows finds other caches.
+        for case in cases[:: 1 if turn % 2 else -1]:
+            case.seconds.append(case.run())
+    rows = [
+        {
+            "": "EP" if case is cases[0] else "FSSDP",
+            "median ms": 1e3 * statistics.median(case.seconds),
+            "least ms": 1e3 * min(case.seconds),
+            "peak MB": peak_bytes(case) / 1e6,
+            "replicas": getattr(case, "replicas", 0),
+            "MB copied": sum(copied) / 1e6 if case is cases[1] else 0.0,
+        }
+        for case in cases
+    ]
+    return rows
+
+
+def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return FSSDP's figures over EP's, and whether they hold."""
+    ep, fssdp = rows
+    compared = [
+        {
+            "FSSDP over EP": name,
+            "measured": fssdp[column] / ep[column],
+            "held to": f"<= {MOST}",
+            "holds": fssdp[column] / ep[column] <= MOST,
+        }
+        for name, column in (("time", "median ms"), ("memory", "peak MB"))
+    ]
+    nothing = fssdp["replicas"] == 0 and fssdp["MB copied"] == 0
+    compared.append(
+        {
+            "FSSDP over EP": "replicas",
+            "measured": float(fssdp["replicas"]),
+            "held to": "0",
+            "holds": nothing,
+        }
+    )
+    return compared
+
+
+def main() -> int:
+    """Start the ranks, or be one of them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=31, help="timed iterations of each kind")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        from torch.distributed.run import main as torchrun
+
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torchrun(["--standalone", f"--nproc-per-node={RANKS}", __file__, *sys.argv[1:]])
+        return 0
+    torch.set_num_threads(1)
+    from megatron_fssdp.integration import cpu_platform
+
+    cpu_platform.enable()
+    dist.init_process_group("gloo")
+    rows = measure(args.repeats)
+    if dist.get_rank() == 0:
+        console = Console()
+        compared = ratios(rows)
+        show(
+            console,
+            f"Balanced routing: {EXPERTS} experts, top-{TOPK}, hidden {HIDDEN}, ffn {FFN}, "
+            f"{TOKENS} tokens a rank, {RANKS} gloo ranks",
+            rows,
+        )
+        show(console, "Nothing to gain", compared)
+        if args.json:
+            args.json.write_text(json.dumps({"rows": rows, "ratios": compared}))
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
