@@ -55,6 +55,9 @@ def test_patch_only_adds_an_import_and_a_call(name: str) -> None:
         "+from megatron_fssdp.integration import register as register_fssdp",
         "+    register_fssdp()",
     ]
+    # Before all else: in-process restart looks at the flags, and --help ended the script there,
+    # without ours.
+    assert lines[lines.index(changed[1]) - 1] == ' if __name__ == "__main__":'
 
 
 @pytest.mark.parametrize("name", VERSIONS)

@@ -72,11 +72,24 @@ def modules_that_validate() -> list[Any]:
     return [arguments, initialize]
 
 
+def check_flags(args: Namespace) -> None:
+    """Refuse what only an older version has and FSSDP would get wrong.
+
+    Raises:
+        ValueError: naming the flag and the way out.
+    """
+    if args.moe_parallel == "fssdp" and getattr(args, "use_legacy_models", False):
+        raise ValueError(
+            "--moe-parallel fssdp does not work with --use-legacy-models: its MoE layers are built "
+            "elsewhere, so plain EP would run; drop the flag, or use --moe-parallel ep."
+        )
+
+
 def share_batch(loaded: dict[str, Any] | None, args: Namespace) -> dict[str, Any]:
     """Give every rank of a tensor- and context-parallel group its part of a loaded micro-batch.
 
-    0.18 has another name for one flag; 0.17 has the broadcast in megatron.training, which moves the
-    tensors to the device itself.
+    0.18 names one argument in another way; 0.17 has the broadcast in megatron.training, where it
+    moves the tensors to the device itself.
 
     Args:
         loaded: what the data loader gave, on the first rank of the tensor-parallel group.
@@ -141,17 +154,37 @@ def pretrain_gpt(
     kind = ModelType.encoder_or_decoder
     release = versions.core_release()
     if release < (0, 18):
-        refuse(arguments.parse_args())
+        args = arguments.parse_args()
+        refuse(args)
+        _check_buildable(args)
         pretrain(datasets_provider, build_gpt, kind, forward_step)
         return
     args = arguments.parse_and_validate_args()
     refuse(args)
     settings = argument_utils.pretrain_cfg_container_from_args
     if release < (0, 19):
+        _check_buildable(args)
         pretrain(settings(args), datasets_provider, build_gpt, kind, forward_step)
         return
     model = argument_utils.gpt_config_from_args(args)
     pretrain(settings(args, model), datasets_provider, kind, forward_step)
+
+
+def _check_buildable(args: Namespace) -> None:
+    """Refuse what `build_gpt` would leave out."""
+    for name in (
+        "spec",
+        "experimental_attention_variant",
+        "heterogeneous_layers_config_path",
+        "mtp_num_layers",
+        "use_legacy_models",
+    ):
+        if getattr(args, name, None):
+            raise ValueError(
+                f"--{name.replace('_', '-')} needs megatron-core 0.19 or newer in this "
+                f"pretrain_gpt.py, and {versions.core_version()} is installed; run Megatron-LM's "
+                "own script through python -m megatron_fssdp.launch."
+            )
 
 
 def build_gpt(
@@ -161,7 +194,7 @@ def build_gpt(
     config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Build a GPT model from Megatron's flags; before 0.19 the wheel has no such function."""
+    """Build a GPT model from Megatron's flags, for versions whose wheel has no such function."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.training import get_args

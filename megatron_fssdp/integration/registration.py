@@ -69,6 +69,7 @@ def _with_our_checks(stock: Callable[..., Any]) -> Callable[..., Any]:
     def validate_args(args: Namespace, *rest: Any, **options: Any) -> Any:
         result = stock(args, *rest, **options)
         # After Megatron's own checks: they fill in defaults such as the expert tensor size.
+        compat.check_flags(args)
         _apply(validate.validate(args))
         return result
 
