@@ -1,7 +1,7 @@
 # Every target sets up .venv first (scripts/setup_venv.sh does nothing when it is up to date).
 PY := .venv/bin/python
 
-.PHONY: setup train test lint mutants bench bench-planner clean
+.PHONY: setup train test test-compat lint mutants bench bench-planner clean
 
 setup:
 	@scripts/setup_venv.sh
@@ -11,6 +11,9 @@ train: setup
 
 test: setup lint
 	@$(PY) -m pytest -q
+
+test-compat: setup
+	@scripts/test_compat.sh
 
 lint: setup
 	@.venv/bin/ruff check .

@@ -18,36 +18,16 @@ import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.utils import (
-    get_attr_wrapped_model,
-    get_batch_on_this_cp_rank,
-    get_batch_on_this_tp_rank,
-)
-from megatron.training import get_args, get_timers, pretrain, print_rank_0
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import get_args, get_timers, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from megatron_fssdp.integration import register
+from megatron_fssdp.integration import compat, register
 
 # Tensors by name; None where this rank has no use for one.
 Batch = dict[str, Any]
-
-# Megatron's broadcast over a tensor-parallel group reads every one of these.
-BATCH_KEYS = (
-    "tokens",
-    "labels",
-    "loss_mask",
-    "attention_mask",
-    "position_ids",
-    "cu_seqlens",
-    "cu_seqlens_padded",
-    "max_seqlen",
-    "local_cp_size",
-)
 
 UNSUPPORTED = (
     "sft",
@@ -64,35 +44,12 @@ UNSUPPORTED = (
 
 def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
     """Return this rank's slice of the next micro-batch; middle pipeline stages need none."""
-    args = get_args()
     if not is_first_or_last_pipeline_stage(vp_stage):
-        return dict.fromkeys(BATCH_KEYS)
-    batch: Batch = {}
+        return dict.fromkeys(compat.BATCH_KEYS)
+    loaded = None
     if data_iterator is not None and mpu.get_tensor_model_parallel_rank() == 0:
         loaded = next(data_iterator)
-        for key in BATCH_KEYS:
-            value = loaded.get(key)
-            batch[key] = None if value is None else value.cuda(non_blocking=True)
-    batch = get_batch_on_this_tp_rank(
-        batch,
-        has_cu_seqlens=False,
-        is_hybrid_cp=False,
-        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
-        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
-        broadcast_group=mpu.get_tensor_model_parallel_group(),
-        cp_size=args.context_parallel_size,
-        tp_rank=mpu.get_tensor_model_parallel_rank(),
-        micro_batch_size=args.micro_batch_size,
-        seq_length=args.seq_length,
-        mtp_on_this_rank=False,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
-        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
-    )
-    batch = get_batch_on_this_cp_rank(
-        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
-    )
-    return batch
+    return compat.share_batch(loaded, get_args())
 
 
 def loss_func(
@@ -188,22 +145,20 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> An
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
-def main() -> None:
-    """Parse, build, train."""
-    register()
-    args = parse_and_validate_args()
+def refuse_unsupported(args: argparse.Namespace) -> None:
+    """Stop where a flag asks for what this script lacks."""
     for name in UNSUPPORTED:
         if getattr(args, name, None):
             raise ValueError(
                 f"--{name.replace('_', '-')} is not supported by this pretrain_gpt.py; run "
                 "Megatron-LM's own through python -m megatron_fssdp.launch."
             )
-    pretrain(
-        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
-        datasets_provider,
-        ModelType.encoder_or_decoder,
-        forward_step,
-    )
+
+
+def main() -> None:
+    """Parse, build, train."""
+    register()
+    compat.pretrain_gpt(datasets_provider, forward_step, refuse_unsupported)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ setup(
     install_requires=[
         "numpy>=1.26",
         "torch>=2.10",
-        "megatron-core>=0.19,<0.20",
+        "megatron-core>=0.17,<0.20",
         # Megatron's checkpoint writer imports it, and megatron-core does not list it.
         "psutil>=5.9",
         "PyYAML>=6",

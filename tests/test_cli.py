@@ -18,11 +18,11 @@ def test_doctor() -> None:
     assert result.exit_code == 0
     for name in ("torch", "CUDA", "megatron-core", "Transformer Engine", "NVIDIA Apex"):
         assert name in result.output
-    assert "Supported: megatron-core >= 0.19, < 0.21." in result.output
+    assert "Supported: megatron-core >= 0.17, < 0.21." in result.output
 
 
 def test_doctor_reports_an_unsupported_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "core_version", lambda: "0.18.0")
+    monkeypatch.setattr(versions, "core_version", lambda: "0.16.1")
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1
-    assert "Not supported: this plugin needs megatron-core >= 0.19, < 0.21." in result.output
+    assert "Not supported: this plugin needs megatron-core >= 0.17, < 0.21." in result.output

@@ -52,12 +52,13 @@ class FSSDPMoELayer(MoELayer):
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         is_mtp_layer: bool = False,
-        name: str | None = None,
         *,
         runtime: FSSDPRuntime,
+        **options: Any,
     ) -> None:
         groups = pg_collection if pg_collection is not None else get_default_pg_collection()
-        super().__init__(config, submodules, layer_number, groups, is_mtp_layer, name)
+        # The options that not every version has, such as 0.18's name.
+        super().__init__(config, submodules, layer_number, groups, is_mtp_layer, **options)
         self._runtime = runtime
         self._groups = groups
         shape = _shape(config, runtime, groups.expt_tp.size())

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_fssdp.config import FSSDPConfig, flag_of
-from megatron_fssdp.integration import arguments, cpu_platform, validate, versions
+from megatron_fssdp.integration import arguments, compat, cpu_platform, validate, versions
 
 _registered = False
 # The runtime of the model that this process trains, if FSSDP or a load log is on.
@@ -47,7 +47,8 @@ def register() -> None:
     from megatron.training import yaml_arguments
 
     _wrap(megatron_arguments, "add_megatron_arguments", _with_our_flags)
-    _wrap(megatron_arguments, "validate_args", _with_our_checks)
+    for module in compat.modules_that_validate():
+        _wrap(module, "validate_args", _with_our_checks)
     _wrap(yaml_arguments, "load_yaml", _refusing_our_flags)
     _registered = True
 
@@ -68,6 +69,7 @@ def _with_our_checks(stock: Callable[..., Any]) -> Callable[..., Any]:
     def validate_args(args: Namespace, *rest: Any, **options: Any) -> Any:
         result = stock(args, *rest, **options)
         # After Megatron's own checks: they fill in defaults such as the expert tensor size.
+        compat.check_flags(args)
         _apply(validate.validate(args))
         return result
 

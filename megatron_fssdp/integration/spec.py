@@ -4,13 +4,14 @@
 
 Megatron's spec functions (GPT, hybrid and MTP blocks alike) name `MoELayer` through the module
 `megatron.core.models.gpt.moe_module_specs` and wrap it in a `functools.partial`. Registering
-replaces that one name, in that one module, by a partial of our subclass. `unregister` undoes it.
+replaces that one name, in that one module, by our subclass, bound to its runtime. `unregister`
+undoes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from megatron.core.models.gpt import moe_module_specs
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_fssdp.config import FSSDPConfig
+from megatron_fssdp.integration import compat
 from megatron_fssdp.integration.checkpoint import describe_experts
 from megatron_fssdp.integration.layer import FSSDPMoELayer
 from megatron_fssdp.integration.ownership import Ownership
@@ -43,14 +45,13 @@ def register(config: FSSDPConfig) -> FSSDPRuntime:
             "name MoELayer; this version of megatron-core is not supported by megatron-fssdp"
         )
     runtime = FSSDPRuntime(config)
-    moe_module_specs.MoELayer = partial(FSSDPMoELayer, runtime=runtime)
+    moe_module_specs.MoELayer = compat.bind_layer(FSSDPMoELayer, runtime)
     return runtime
 
 
 def unregister() -> None:
     """Give Megatron its own layer back; models that are built already stay as they are."""
-    current = moe_module_specs.MoELayer
-    if isinstance(current, partial) and current.func is FSSDPMoELayer:
+    if compat.is_bound(moe_module_specs.MoELayer, FSSDPMoELayer):
         moe_module_specs.MoELayer = MoELayer
 
 

@@ -6,10 +6,11 @@ import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
 
-# Megatron changes internal interfaces between such versions. 0.20: Megatron-LM's main, last run
-# at commit d98e8a64dd (2026-08-22); the released wheel is not out yet.
-SUPPORTED_CORES = ((0, 19), (0, 20))
-SUPPORTED_CORES_TEXT = "megatron-core >= 0.19, < 0.21"
+# Megatron changes internal interfaces between such versions: compat.py has the differences, and
+# `make test-compat` runs the equality suite on all that are released. 0.20: Megatron-LM's main,
+# last run at commit d98e8a64dd (2026-08-22); the released wheel is not out yet.
+SUPPORTED_CORES = ((0, 17), (0, 18), (0, 19), (0, 20))
+SUPPORTED_CORES_TEXT = "megatron-core >= 0.17, < 0.21"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +60,7 @@ def check_core() -> None:
     if not _is_supported(found):
         raise RuntimeError(
             f"megatron-fssdp supports {SUPPORTED_CORES_TEXT} and found {found or 'none'}; "
-            "install one with: pip install 'megatron-core>=0.19,<0.20'"
+            "install one with: pip install 'megatron-core>=0.17,<0.20'"
         )
 
 
@@ -77,8 +78,25 @@ def core_version() -> str | None:
     return str(__shortversion__)
 
 
+def core_release() -> tuple[int, int]:
+    """Return the first two numbers of the installed megatron-core, (0, 19) for 0.19.2.
+
+    Raises:
+        RuntimeError: none is installed.
+    """
+    found = core_version()
+    if found is None:
+        raise RuntimeError(f"megatron-core is not installed; needed is {SUPPORTED_CORES_TEXT}")
+    return _release(found)
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
 def _is_supported(version: str | None) -> bool:
-    return version is not None and tuple(map(int, version.split(".")[:2])) in SUPPORTED_CORES
+    return version is not None and _release(version) in SUPPORTED_CORES
 
 
 def _version_of(module: str, distribution: str) -> str | None:

@@ -17,7 +17,16 @@ from tests.pretrain import MODEL_FLAGS, ROOT, pretrain
 # Parses like Megatron-LM's pretrain_gpt.py: with its own provider and its own defaults.
 PARSING_SCRIPT = """
 import json, sys
-from megatron.training.arguments import parse_and_validate_args
+try:
+    from megatron.training.arguments import parse_and_validate_args
+except ImportError:
+    # 0.17 parses in initialize_megatron, by these names of that module.
+    from megatron.training.initialize import parse_args, validate_args
+
+    def parse_and_validate_args(extra_args_provider, args_defaults):
+        args = parse_args(extra_args_provider)
+        validate_args(args, args_defaults)
+        return args
 
 def provider(parser):
     parser.add_argument("--theirs", default="unset")

@@ -34,10 +34,10 @@ def test_this_megatron_is_supported() -> None:
     assert found.megatron_core.startswith("0.")
 
 
-@pytest.mark.parametrize("found", ["0.18.3", "0.21.0", "1.0.0", None])
+@pytest.mark.parametrize("found", ["0.16.1", "0.21.0", "1.0.0", None])
 def test_other_megatrons_are_refused(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "core_version", lambda: found)
-    message = f"supports megatron-core >= 0.19, < 0.21 and found {found or 'none'}"
+    message = f"supports megatron-core >= 0.17, < 0.21 and found {found or 'none'}"
     with pytest.raises(RuntimeError, match=message):
         versions.check_core()
 
