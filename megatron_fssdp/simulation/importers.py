@@ -238,10 +238,8 @@ def _logical_loads(table: Mapping[str, Any]) -> Int64Array:
         load_ILP = load_ILP[None] if load_ILP.ndim == 2 else load_ILP
         logical_LP = table["physical_to_logical_map"]
     logical_LP = np.asarray(logical_LP, dtype=np.int64)
-    num_steps, num_layers, _ = load_ILP.shape
-    load_ILE = np.zeros((num_steps, num_layers, int(logical_LP.max()) + 1), dtype=np.int64)
-    for layer, logical_P in enumerate(logical_LP):
-        np.add.at(load_ILE[:, layer], (slice(None), logical_P), load_ILP[:, layer].astype(np.int64))
+    is_copy_LPE = np.eye(int(logical_LP.max()) + 1, dtype=np.int64)[logical_LP]
+    load_ILE: Int64Array = np.einsum("ilp,lpe->ile", load_ILP.astype(np.int64), is_copy_LPE)
     return load_ILE
 
 

@@ -10,9 +10,9 @@ A folder has three files per pipeline stage that owns MoE layers:
     iterations-stageP.jsonl what the iteration took and copied (`integration/metrics.py`)
 
 A frame is 20 bytes of `FRAME` (crc32: of the payload, started with the iteration) and `num_bytes`
-of payload: zlib-compressed byte planes (all lowest bytes first) of little-endian int32 numbers. For each layer: counts (R * E), the tokens that each
-source rank routed to each expert; loads (R), the tokens that each rank computed; replicas in use;
-KB (1000 bytes) of parameters copied. In numpy:
+of payload: zlib-compressed byte planes (all lowest bytes first) of little-endian int32 numbers. For
+each layer: counts (R * E), the tokens that each source rank routed to each expert; loads (R), the
+tokens that each rank computed; replicas in use; KB (1000 bytes) of parameters copied. In numpy:
 
     frame = np.frombuffer(data, FRAME, count=1, offset=position)[0]
     payload = zlib.decompress(data[position + 20 : position + 20 + frame["num_bytes"]])

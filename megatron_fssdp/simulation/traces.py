@@ -117,10 +117,10 @@ def owned_loads(counts_LRE: Int64Array) -> Int64Array:
 
     Expert e of E is on rank e * R // E, as Megatron has it.
     """
-    num_layers, num_ranks, num_experts = counts_LRE.shape
-    loads_LR = np.zeros((num_layers, num_ranks), dtype=np.int64)
+    _, num_ranks, num_experts = counts_LRE.shape
     owner_E = np.arange(num_experts) * num_ranks // num_experts
-    np.add.at(loads_LR, (slice(None), owner_E), counts_LRE.sum(axis=1))
+    owns_ER = np.eye(num_ranks, dtype=np.int64)[owner_E]
+    loads_LR: Int64Array = counts_LRE.sum(axis=1) @ owns_ER
     return loads_LR
 
 
