@@ -117,7 +117,9 @@ def _picture(title: str, told: str, ranks: dict[int, list[TimelineEvent]]) -> Pi
                     linewidth=0,
                     rasterized=len(every) > MOST_SHAPES,
                 )
-        labels = [f"{rank}: {stream}" if narrow else f"rank {rank}: {stream}" for rank, stream in rows]
+        labels = [
+            f"{rank}: {stream}" if narrow else f"rank {rank}: {stream}" for rank, stream in rows
+        ]
         axis.set_yticks(range(len(rows)), labels)
         axis.invert_yaxis()
         axis.xaxis.set_major_locator(MaxNLocator(4 if narrow else 10))
@@ -127,7 +129,8 @@ def _picture(title: str, told: str, ranks: dict[int, list[TimelineEvent]]) -> Pi
 
     height = 90 + 22 * len(rows)
     end_s = max(event.start_s + event.duration_s for event in every)
-    alt = f"{told} Streams of ranks {', '.join(map(str, ranks))} over {1e3 * (end_s - start_s):.1f} ms."
+    names_of = ", ".join(map(str, ranks))
+    alt = f"{told} Streams of ranks {names_of} over {1e3 * (end_s - start_s):.1f} ms."
     wide, narrow = draw(paint, WIDE, (height + 20, height + 20 * -(-len(names) // 3)), alt)
     busy: dict[tuple[int, str], float] = defaultdict(float)
     for event in every:
