@@ -87,7 +87,7 @@ def test_files_and_functions_stay_small(path: Path) -> None:
 def test_planning_and_simulation_need_neither_torch_nor_megatron() -> None:
     code = (
         "import sys, megatron_fssdp, megatron_fssdp.planning.planner, megatron_fssdp.config;"
-        "import megatron_fssdp.simulation.load_log, megatron_fssdp.presets.command;"
+        "import megatron_fssdp.simulation.traces, megatron_fssdp.presets.command;"
         "print(sorted({'torch', 'megatron'} & set(sys.modules)))"
     )
     answer = subprocess.run(

@@ -7,8 +7,8 @@
     validate_args (training.arguments)              always       our checks; with fssdp, our layer
     load_yaml (training.yaml_arguments)             always       a refusal: it drops our flags
     setup_model_and_optimizer (training.training)   if asked     fssdp: proof that our layers are
-                                                                 there; ep with --fssdp-load-log:
-                                                                 hooks that count the routing
+                                                                 there; ep with a trace: hooks that
+                                                                 count the routing
     load_checkpoint (training.training)             with fssdp   loads seen and owners are read
     generate_state_dict (training.checkpointing)    with fssdp   loads seen and owners are saved
 
@@ -23,13 +23,14 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megatron_fssdp.config import FSSDPConfig, flag_of
 from megatron_fssdp.integration import arguments, compat, cpu_platform, validate, versions
 
 _registered = False
-# The runtime of the model that this process trains, if FSSDP or a load log is on.
+# The runtime of the model that this process trains, if FSSDP or a trace is on.
 _runtimes: list[Any] = []
 # That runtime, once it has its model.
 _prepared: list[Any] = []
@@ -100,7 +101,7 @@ def _apply(config: FSSDPConfig) -> None:
         _runtimes.pop().close()
     if config.moe_parallel == "ep":
         _warn_of_idle_flags(config)
-        if config.fssdp_load_log is None:
+        if config.fssdp_record_trace is None:
             return
     from megatron.training import checkpointing, training
 
@@ -121,7 +122,7 @@ def _apply(config: FSSDPConfig) -> None:
 
 def _warn_of_idle_flags(config: FSSDPConfig) -> None:
     """Tell who gives `--fssdp-*` flags and forgets `--moe-parallel fssdp`."""
-    works_with_ep = ("fssdp_load_log",)
+    works_with_ep = ("fssdp_record_trace",)
     idle = [
         flag_of(field.name)
         for field in dataclasses.fields(config)
@@ -149,6 +150,8 @@ def _prepare(model: Any, optimizer: Any) -> None:
     from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
     from megatron_fssdp.integration import metrics, spec
+    from megatron_fssdp.integration.recorder import write_preset
+    from megatron_fssdp.integration.scalars import ScalarWriter
 
     runtime = _runtimes[-1]
     if runtime in _prepared:
@@ -159,11 +162,15 @@ def _prepare(model: Any, optimizer: Any) -> None:
         runtime.num_microbatches = get_num_microbatches
     else:
         metrics.watch_routers(model, runtime)
-    metrics.attach(runtime, runtime.config)
+    moves = metrics.attach(runtime, runtime.config)
     args, tensorboard, wandb = get_args(), get_tensorboard_writer(), get_wandb_writer()
     if tensorboard is not None or wandb is not None:
-        writer = metrics.ScalarWriter(args.tensorboard_log_interval, tensorboard, wandb)
-        runtime.listeners.append(writer)
+        numbers = [layer.number for layer in runtime.layers()] * args.moe_per_layer_logging
+        runtime.listeners.append(
+            ScalarWriter(args.tensorboard_log_interval, tensorboard, wandb, moves, numbers)
+        )
+    if runtime.config.fssdp_record_trace is not None and args.rank == 0:
+        write_preset(Path(runtime.config.fssdp_record_trace), args)
     # Megatron's optimizers hold torch's; a stub (nothing to train here) holds none.
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     inner = [getattr(each, "optimizer", None) for each in chained]

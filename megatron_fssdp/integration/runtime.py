@@ -138,6 +138,10 @@ class FSSDPRuntime:
         """Return (R, E) of each layer."""
         return [(layer.group.size(), layer.num_experts) for layer in self._layers]
 
+    def layers(self) -> Sequence[LayerState]:
+        """Return the layers, for who reports on them."""
+        return self._layers
+
     def outlook(self) -> tuple[int, list[LayerShape], LinkClass]:
         """Return replica slots, the layers' shapes, and the slowest link class among the groups."""
         shapes = [layer.shape for layer in self._layers if layer.shape is not None]
