@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_fssdp.integration.cpu_platform import MEGATRON_FLAGS
-from megatron_fssdp.simulation.load_log import read_load_log
+from megatron_fssdp.simulation.recording import read_recording
 from scripts.train_demo import (
     MODEL_FLAGS,
     NUM_RANKS,
@@ -47,9 +47,9 @@ def train_domain(prefix: str, stop_at: int, num_iterations: int, folder: Path) -
     command += ["--train-iters", str(num_iterations), "--exit-interval", str(stop_at)]
     command += ["--save", str(folder / "checkpoints"), "--load", str(folder / "checkpoints")]
     command += ["--data-path", prefix, "--data-cache-path", str(folder / "cache")]
-    command += ["--save-interval", "1000", "--fssdp-load-log", str(log)]
+    command += ["--save-interval", "1000", "--fssdp-record-trace", str(log)]
     subprocess.run(command, check=True, env=children_environment(), cwd=ROOT)
-    return read_load_log(log).counts_ILRE
+    return read_recording(log).counts_ILRE
 
 
 def main() -> None:

@@ -103,9 +103,9 @@ class FSSDPConfig:
     fssdp_log_plan: int = 0
     """Iterations between two printed lines of balance, replicas and copied megabytes; 0: none."""
 
-    fssdp_load_log: str | None = None
-    """Folder to write each iteration's measured expert loads to (works with --moe-parallel ep
-    too); none by default."""
+    fssdp_record_trace: str | None = None
+    """Folder to write each iteration's loads to, per layer, source rank and expert, and what the
+    iteration took: for `fssdp report`, `simulate` and `tune`. Works with --moe-parallel ep too."""
 
     def __post_init__(self) -> None:
         """Refuse values that no cluster makes right."""

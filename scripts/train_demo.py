@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_fssdp.integration.cpu_platform import MEGATRON_FLAGS
-from megatron_fssdp.simulation.load_log import LoadLog, read_load_log
+from megatron_fssdp.simulation.recording import RecordedRun, read_recording
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs"
@@ -66,7 +66,7 @@ class Run:
 
     losses_I: np.ndarray
     times_ms_I: np.ndarray
-    log: LoadLog
+    log: RecordedRun
 
 
 def children_environment() -> dict[str, str]:
@@ -109,7 +109,7 @@ def train(moe_parallel: str, num_iterations: int, data_path: list[str]) -> Run:
     command += [*MEGATRON_FLAGS, *MODEL_FLAGS.split(), *TRAINING_FLAGS.split()]
     command += ["--train-iters", str(num_iterations), "--moe-parallel", moe_parallel]
     command += ["--data-path", *data_path, "--data-cache-path", str(RUNS / "cache")]
-    command += ["--fssdp-load-log", str(folder)]
+    command += ["--fssdp-record-trace", str(folder)]
     command += FSSDP_FLAGS.split() if moe_parallel == "fssdp" else []
     losses, times_ms, lines = [], [], []
     log_path = folder / "log.txt"
@@ -137,7 +137,7 @@ def train(moe_parallel: str, num_iterations: int, data_path: list[str]) -> Run:
         ranks_lines = list(itertools.takewhile(lambda line: "failed (exitcode" not in line, lines))
         end = "".join(ranks_lines[-25:])
         raise RuntimeError(f"the {moe_parallel} run failed:\n{end}\nIts whole log is {log_path}.")
-    return Run(losses_I=np.array(losses), times_ms_I=np.array(times_ms), log=read_load_log(folder))
+    return Run(losses_I=np.array(losses), times_ms_I=np.array(times_ms), log=read_recording(folder))
 
 
 def summarize(ep: Run, fssdp: Run) -> Table:

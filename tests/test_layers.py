@@ -86,7 +86,7 @@ def test_files_and_functions_stay_small(path: Path) -> None:
 def test_planning_and_simulation_need_neither_torch_nor_megatron() -> None:
     code = (
         "import sys, megatron_fssdp, megatron_fssdp.planning.planner, megatron_fssdp.config;"
-        "import megatron_fssdp.simulation.load_log;"
+        "import megatron_fssdp.simulation.traces;"
         "print(sorted({'torch', 'megatron'} & set(sys.modules)))"
     )
     answer = subprocess.run(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from megatron_fssdp.simulation.load_log import LoadLog
+from megatron_fssdp.simulation.recording import RecordedRun
 from scripts import train_demo
 
 NUM_ITERATIONS = 30
@@ -19,7 +19,7 @@ NUM_ITERATIONS = 30
 def made_up_run(loads_R: list[int], replicas: int, kilobytes: int, loss: float) -> train_demo.Run:
     """A run of two layers whose every iteration was the same."""
     shape = (NUM_ITERATIONS, 2)
-    log = LoadLog(
+    log = RecordedRun(
         iterations=np.arange(NUM_ITERATIONS, dtype=np.int32),
         counts_ILRE=np.zeros((*shape, 4, 16), dtype=np.int32),
         loads_ILR=np.broadcast_to(np.array(loads_R, dtype=np.int32), (*shape, 4)),

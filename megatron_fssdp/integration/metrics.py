@@ -25,7 +25,7 @@ from megatron_fssdp.integration.layer import gather_counts
 from megatron_fssdp.integration.records import IterationRecord
 from megatron_fssdp.integration.resharding import Reshard
 from megatron_fssdp.integration.runtime import FSSDPRuntime
-from megatron_fssdp.simulation.load_log import LoadLogWriter
+from megatron_fssdp.simulation.recording import TraceWriter
 
 
 def attach(runtime: FSSDPRuntime, config: FSSDPConfig) -> None:
@@ -42,17 +42,19 @@ def attach(runtime: FSSDPRuntime, config: FSSDPConfig) -> None:
         runtime.owners.listeners.append(partial(_tell_of_reshard, config.reshard_interval))
     if config.fssdp_log_plan:
         runtime.listeners.append(PlanPrinter(config.fssdp_log_plan))
-    if config.fssdp_load_log is None:
+    if config.fssdp_record_trace is None:
         return
     problem: str | None = None
     try:
-        recorder = LoadRecorder(Path(config.fssdp_load_log), runtime.layer_shapes())
+        recorder = TraceRecorder(Path(config.fssdp_record_trace), runtime.layer_shapes())
     except (OSError, ValueError) as error:
         problem = str(error)
     problems = gather_objects(problem)
     if any(problems):
         first = next(each for each in problems if each)
-        raise ValueError(f"--fssdp-load-log {config.fssdp_load_log} cannot be written: {first}")
+        raise ValueError(
+            f"--fssdp-record-trace {config.fssdp_record_trace} cannot be written: {first}"
+        )
     runtime.listeners.append(recorder)
 
 
@@ -136,15 +138,15 @@ class ScalarWriter:
             self._wandb.log(values, step)
 
 
-class LoadRecorder:
+class TraceRecorder:
     """Writes the load log of this rank's pipeline stage (expert-data-parallel replica 0)."""
 
     def __init__(self, folder: Path, shapes: list[tuple[int, int]]) -> None:
-        self._writer: LoadLogWriter | None = None
+        self._writer: TraceWriter | None = None
         if shapes and _speaks_for_stage():
             stage = parallel_state.get_pipeline_model_parallel_rank()
             num_stages = parallel_state.get_pipeline_model_parallel_world_size()
-            self._writer = LoadLogWriter(folder, stage, num_stages, shapes)
+            self._writer = TraceWriter(folder, stage, num_stages, shapes)
 
     def __call__(self, record: IterationRecord) -> None:
         """Append an iteration. A full disk ends the log, not the training."""
@@ -159,7 +161,7 @@ class LoadRecorder:
                 [gather.num_bytes // 1000 for gather in record.gathers],
             )
         except OSError as error:
-            print(f"WARNING: --fssdp-load-log ends here: {error}", flush=True)
+            print(f"WARNING: --fssdp-record-trace ends here: {error}", flush=True)
             self._writer = None
 
 

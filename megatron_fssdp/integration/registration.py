@@ -7,8 +7,8 @@
     validate_args (training.arguments)              always       our checks; with fssdp, our layer
     load_yaml (training.yaml_arguments)             always       a refusal: it drops our flags
     setup_model_and_optimizer (training.training)   if asked     fssdp: proof that our layers are
-                                                                 there; ep with --fssdp-load-log:
-                                                                 hooks that count the routing
+                                                                 there; ep with a trace: hooks that
+                                                                 count the routing
     load_checkpoint (training.training)             with fssdp   loads seen and owners are read
     generate_state_dict (training.checkpointing)    with fssdp   loads seen and owners are saved
 
@@ -29,7 +29,7 @@ from megatron_fssdp.config import FSSDPConfig, flag_of
 from megatron_fssdp.integration import arguments, cpu_platform, validate, versions
 
 _registered = False
-# The runtime of the model that this process trains, if FSSDP or a load log is on.
+# The runtime of the model that this process trains, if FSSDP or a trace is on.
 _runtimes: list[Any] = []
 # That runtime, once it has its model.
 _prepared: list[Any] = []
@@ -98,7 +98,7 @@ def _apply(config: FSSDPConfig) -> None:
         _runtimes.pop().close()
     if config.moe_parallel == "ep":
         _warn_of_idle_flags(config)
-        if config.fssdp_load_log is None:
+        if config.fssdp_record_trace is None:
             return
     from megatron.training import checkpointing, training
 
@@ -119,7 +119,7 @@ def _apply(config: FSSDPConfig) -> None:
 
 def _warn_of_idle_flags(config: FSSDPConfig) -> None:
     """Tell who gives `--fssdp-*` flags and forgets `--moe-parallel fssdp`."""
-    works_with_ep = ("fssdp_load_log",)
+    works_with_ep = ("fssdp_record_trace",)
     idle = [
         flag_of(field.name)
         for field in dataclasses.fields(config)

@@ -131,6 +131,10 @@ class FSSDPRuntime:
         """Return (R, E) of each layer."""
         return [(layer.group.size(), layer.num_experts) for layer in self._layers]
 
+    def layer_numbers(self) -> list[int]:
+        """Return each layer's number in the model, from 1; 0: not told."""
+        return [layer.number for layer in self._layers]
+
     def outlook(self) -> tuple[int, list[LayerShape], LinkClass]:
         """Return replica slots, the layers' shapes, and the slowest link class among the groups."""
         shapes = [layer.shape for layer in self._layers if layer.shape is not None]

@@ -31,7 +31,7 @@ FLAGS = {
     "--fssdp-cluster": None,
     "--fssdp-check-plans": False,
     "--fssdp-log-plan": 0,
-    "--fssdp-load-log": None,
+    "--fssdp-record-trace": None,
 }
 
 
@@ -65,7 +65,7 @@ def test_values_are_plain_and_typed(parser: ArgumentParser) -> None:
         "--moe-parallel fssdp --fssdp-num-replica-slots 3"
         " --fssdp-predictor sliding --fssdp-prediction-window 7"
         " --fssdp-overlap-degree 4 --fssdp-ranks-per-node 8 --fssdp-planner load"
-        " --fssdp-balance-tolerance 0.1 --fssdp-log-plan 10 --fssdp-load-log runs/x"
+        " --fssdp-balance-tolerance 0.1 --fssdp-log-plan 10 --fssdp-record-trace runs/x"
         " --fssdp-reshard-interval 50 --fssdp-sharding load --fssdp-owners o.json"
         " --fssdp-collectives tree --fssdp-overlap off --fssdp-rematerialize --fssdp-calibration"
         " --fssdp-grad-dtype param --fssdp-cluster c.yaml --fssdp-check-plans"

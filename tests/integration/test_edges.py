@@ -304,17 +304,17 @@ def _log_into(path: str) -> str:
 
     run = TinyRun(Job(ep=2, steps=1).as_fssdp())
     try:
-        attach(run.runtime, FSSDPConfig(fssdp_load_log=path))
+        attach(run.runtime, FSSDPConfig(fssdp_record_trace=path))
     except ValueError as error:
         return str(error)
     return "attached"
 
 
-def test_unwritable_load_log_stops_every_rank_at_the_start(tmp_path: Path) -> None:
+def test_unwritable_trace_stops_every_rank_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     answers = run_ranks(2, _log_into, str(tmp_path / "file" / "log"))
     assert answers[0] == answers[1]
-    assert "--fssdp-load-log" in answers[0]
+    assert "--fssdp-record-trace" in answers[0]
     assert "cannot be written" in answers[0]
 
 

@@ -1,4 +1,4 @@
-"""The load log tells what was routed; under plain EP it is taken by hooks that change nothing."""
+"""The trace tells what was routed; under plain EP it is taken by hooks that change nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.config import FSSDPConfig
-from megatron_fssdp.simulation.load_log import read_load_log
+from megatron_fssdp.simulation.recording import read_recording
 from tests.integration.tiny import Job, TinyRun, Trained
 from tests.ranks import run_ranks
 
@@ -21,7 +21,7 @@ def _train_ep_watched(job: Job, folder: str) -> tuple[Trained, Trained]:
 
     plain = TinyRun(job).train()
     run = TinyRun(job)
-    config = FSSDPConfig(fssdp_load_log=folder)
+    config = FSSDPConfig(fssdp_record_trace=folder)
     runtime = watching_runtime(config)
     watch_routers(run.model, runtime)
     attach(runtime, config)
@@ -34,17 +34,17 @@ def _train_fssdp_logged(job: Job, folder: str) -> Trained:
     from megatron_fssdp.integration.metrics import attach
 
     run = TinyRun(job)
-    attach(run.runtime, FSSDPConfig(fssdp_load_log=folder))
+    attach(run.runtime, FSSDPConfig(fssdp_record_trace=folder))
     return run.train()
 
 
-def test_load_logs_of_both(tmp_path: Path) -> None:
+def test_traces_of_both(tmp_path: Path) -> None:
     ep, fssdp = tmp_path / "ep", tmp_path / "fssdp"
     for plain, watched in run_ranks(4, _train_ep_watched, JOB, str(ep)):
         assert watched.losses == plain.losses
     trained = run_ranks(4, _train_fssdp_logged, JOB.as_fssdp(), str(fssdp))
 
-    ep_log, log = read_load_log(ep), read_load_log(fssdp)
+    ep_log, log = read_recording(ep), read_recording(fssdp)
     # 4 ranks in 2 expert-data-parallel halves: a log holds the half of rank 0, 8 of 16 rows of
     # 16 tokens, top-2.
     for each in (ep_log, log):
@@ -63,23 +63,23 @@ def test_load_logs_of_both(tmp_path: Path) -> None:
     assert log.imbalance_IL()[1:].mean() < ep_log.imbalance_IL()[1:].mean()
 
     # A killed job leaves a torn record: what is whole is read.
-    data = (fssdp / "loads-stage0.bin").read_bytes()
-    (fssdp / "loads-stage0.bin").write_bytes(data[:-7])
-    assert read_load_log(fssdp).iterations.tolist() == [0, 1, 2]
-    # The job that resumes appends after it.
+    data = (fssdp / "trace-stage0.bin").read_bytes()
+    (fssdp / "trace-stage0.bin").write_bytes(data[:-7])
+    assert read_recording(fssdp).iterations.tolist() == [0, 1, 2]
+    # The job that resumes appends after it; what it repeats counts.
     run_ranks(4, _train_fssdp_logged, JOB.as_fssdp(), str(fssdp))
-    assert read_load_log(fssdp).iterations.tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert read_recording(fssdp).iterations.tolist() == [0, 1, 2, 3]
     # Another model must not.
-    with pytest.raises(AssertionError, match="give --fssdp-load-log another folder"):
+    with pytest.raises(AssertionError, match="give --fssdp-record-trace another folder"):
         run_ranks(4, _train_fssdp_logged, replace(JOB, num_experts=4).as_fssdp(), str(fssdp))
 
 
 def test_bad_logs_are_refused_with_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no load log"):
-        read_load_log(tmp_path)
-    (tmp_path / "loads-stage0.json").write_text('{"version": 99, "layers": []}')
-    with pytest.raises(ValueError, match="format 99; this reads 1"):
-        read_load_log(tmp_path)
+    with pytest.raises(ValueError, match="holds no trace"):
+        read_recording(tmp_path)
+    (tmp_path / "trace-stage0.json").write_text('{"version": 99, "layers": []}')
+    with pytest.raises(ValueError, match="format 99; this reads 2"):
+        read_recording(tmp_path)
 
 
 class _Writer:

@@ -116,13 +116,13 @@ def test_bad_settings_stop_before_anything_is_replaced(monkeypatch: pytest.Monke
     assert moe_module_specs.MoELayer is MoELayer
 
 
-def test_load_log_watches_plain_ep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_watches_plain_ep(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = []
     monkeypatch.setattr(metrics, "watch_routers", lambda model, runtime: watched.append(model))
     monkeypatch.setattr(metrics, "attach", lambda runtime, config: None)
     model = torch.nn.Linear(1, 1)
     register_with(monkeypatch, model)
-    arguments.validate_args(settings(fssdp_load_log="runs/x"))
+    arguments.validate_args(settings(fssdp_record_trace="runs/x"))
     training.setup_model_and_optimizer()
     assert watched == [[model]]
     assert moe_module_specs.MoELayer is MoELayer

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+
+"""Read expert loads that other programs wrote.
+
+    program, how it is made                                what is read
+    Megatron, --moe-routing-trace-path (0.19)              folder of router_trace_rank*.jsonl: each
+                                                           rank's chosen experts, by step and layer
+    SGLang, expert distribution recorder, mode stat        logical_count: (steps, L, E) or (L, E)
+    SGLang, the same, modes per_pass and per_token         records' global_physical_count (L, P) and
+                                                           last_physical_to_logical_map (L, P)
+    vLLM, EPLB state (EplbModelState)                      expert_load_window (steps, L, P) and
+                                                           physical_to_logical_map (L, P)
+    vLLM, outputs with enable_return_routed_experts        routed_experts (tokens, L, k) of each
+                                                           request, one JSON object a line
+    anything                                               .npz with counts, or .csv (see below)
+
+SGLang and vLLM keep tensors: write them as JSON (`tolist()`), or let `fssdp trace import` read the
+`.pt` file, which needs torch. P physical experts are added up to E logical ones. Sources that they
+do not tell are made up by dealing out each expert's tokens evenly.
+
+`.npz`: `counts` or `loads`, (I, L, R, E) or (I, L, E). `.csv`: a head line with the columns
+iteration, layer, expert, tokens and, if known, rank; numbers from 0, in any order, absent means 0.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_fssdp.simulation.recording import Int64Array
+
+Read = tuple[Int64Array, list[str]]
+
+DEALT = "source ranks are not told: each expert's tokens were dealt out evenly over {} ranks"
+
+
+def deal(load_E: Int64Array, num_ranks: int) -> Int64Array:
+    """Deal tokens out to source ranks, as evenly as whole numbers can.
+
+    Args:
+        load_E: (..., E) int64.
+        num_ranks: R.
+
+    Returns:
+        (..., R, E) int64. What cannot be divided goes to other ranks for each expert.
+    """
+    every, rest = np.divmod(np.asarray(load_E, dtype=np.int64), num_ranks)
+    place_RE = np.add.outer(np.arange(num_ranks), np.arange(every.shape[-1])) % num_ranks
+    dealt: Int64Array = every[..., None, :] + (place_RE < rest[..., None, :])
+    return dealt
+
+
+def read_foreign(path: Path, num_ranks: int, num_experts: int | None) -> Read:
+    """Read a file or folder that is not in the recorded format.
+
+    Args:
+        path: it.
+        num_ranks: R, where the file does not tell source ranks.
+        num_experts: E, where it names chosen experts only.
+
+    Returns:
+        (I, L, R, E) int64, and sentences on what was left out or assumed.
+
+    Raises:
+        ValueError: nothing of it can be read.
+    """
+    if path.is_dir():
+        return _read_folder(path, num_ranks, num_experts)
+    if path.suffix == ".npz":
+        return _read_npz(path, num_ranks)
+    if path.suffix == ".csv":
+        return _read_csv(path, num_ranks)
+    if path.suffix in (".json", ".jsonl"):
+        return _read_json(path, num_ranks, num_experts)
+    if path.suffix == ".pt":
+        raise ValueError(f"{path} is torch's: `fssdp trace import {path} FOLDER` converts it")
+    raise ValueError(
+        f"{path} is of no known kind; use a folder that --fssdp-record-trace or Megatron's "
+        "--moe-routing-trace-path wrote, or a .json, .jsonl, .npz, .csv or .pt file"
+    )
+
+
+def _read_folder(path: Path, num_ranks: int, num_experts: int | None) -> Read:
+    if files := sorted(path.glob("router_trace_rank*.jsonl")):
+        return _read_megatron(files, num_experts)
+    if files := sorted(path.glob("expert_distribution_recorder_*.json")):
+        # Each rank counts what it saw; together they are the whole.
+        tables = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        return from_dumps(tables, str(path), num_ranks)
+    raise ValueError(
+        f"{path} holds no trace: neither trace-stage*.json (--fssdp-record-trace) nor "
+        "router_trace_rank*.jsonl (Megatron) nor expert_distribution_recorder_*.json (SGLang)"
+    )
+
+
+def _json_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file; lines that are none are counted in `notes`."""
+    num_bad = 0
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                value = json.loads(line)
+            except json.JSONDecodeError:
+                value = None
+            if isinstance(value, dict):
+                yield value
+            else:
+                num_bad += bool(line.strip())
+    if num_bad:
+        notes.append(f"{path.name}: {num_bad} lines are no JSON objects and were left out")
+
+
+def _read_megatron(files: list[Path], num_experts: int | None) -> Read:
+    notes: list[str] = []
+    # By step, layer and rank: chosen experts of all micro-batches. A resumed run writes a new file.
+    chosen: dict[tuple[int, tuple[str, int, int], int], list[Int64Array]] = defaultdict(list)
+    for file in files:
+        for each in _json_lines(file, notes):
+            try:
+                # MTP layers come last, in their own order.
+                layer = (str(each["block"]), int(each.get("mtp_idx", -1)), int(each["layer"]))
+                key = (int(each["step"]), layer, int(each["rank"]))
+                chosen[key].append(np.array(each["top_indices"], dtype=np.int64).ravel())
+            except (KeyError, TypeError, ValueError) as error:
+                notes.append(f"{file.name}: a record was left out: {error!r}")
+    if not chosen:
+        raise ValueError(f"{files[0].parent}: no routing record in {len(files)} files")
+    steps, layers, ranks = (sorted(set(values)) for values in zip(*chosen, strict=True))
+    highest = max(int(part.max(initial=0)) for parts in chosen.values() for part in parts)
+    num_experts = num_experts or highest + 1
+    notes.append(f"E is {num_experts}, the highest expert that a token chose, plus 1")
+    whole = []
+    for step in steps:
+        counts_LRE = np.zeros((len(layers), len(ranks), num_experts), dtype=np.int64)
+        found = 0
+        for at_layer, layer in enumerate(layers):
+            for at_rank, rank in enumerate(ranks):
+                parts = chosen.get((step, layer, rank), [])
+                found += bool(parts)
+                for part in parts:
+                    counts_LRE[at_layer, at_rank] += np.bincount(part, minlength=num_experts)
+        whole.append((found, counts_LRE))
+    most = max(found for found, _ in whole)
+    if torn := [step for step, (found, _) in zip(steps, whole, strict=True) if found < most]:
+        notes.append(f"steps {torn} lack records of some layer or rank and were left out")
+    return np.stack([counts for found, counts in whole if found == most]), notes
+
+
+def _read_json(path: Path, num_ranks: int, num_experts: int | None) -> Read:
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        table = json.loads(text)
+    except json.JSONDecodeError as error:
+        if "routed_experts" not in text:
+            raise ValueError(f"{path} is no JSON: {error}") from None
+        table = None
+    if isinstance(table, dict) and "routed_experts" not in json.dumps(table)[:10_000_000]:
+        return from_dumps([table], str(path), num_ranks)
+    notes: list[str] = []
+    requests = [table] if isinstance(table, dict) else list(_json_lines(path, notes))
+    found = [routed for request in requests for routed in _routed(request)]
+    if not found:
+        raise ValueError(f"{path} has none of: {', '.join(KEYS)}, routed_experts")
+    num_experts = num_experts or max(int(each.max(initial=0)) for each in found) + 1
+    notes.append(f"each of {len(found)} requests is an iteration, E is {num_experts}")
+    notes.append(DEALT.format(num_ranks))
+    # A padded token has no expert: -1.
+    load_ILE = [
+        [np.bincount(each_T[each_T >= 0], minlength=num_experts) for each_T in layers]
+        for layers in (each.transpose(1, 0, 2).reshape(each.shape[1], -1) for each in found)
+    ]
+    return deal(np.array(load_ILE), num_ranks), notes
+
+
+def _routed(value: Any) -> Iterator[Int64Array]:
+    """Find every routed_experts below a request's object."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if key == "routed_experts" and isinstance(each, list) and each:
+                yield np.array(each, dtype=np.int64)
+            else:
+                yield from _routed(each)
+    elif isinstance(value, list):
+        for each in value:
+            if isinstance(each, dict):
+                yield from _routed(each)
+
+
+KEYS = ("logical_count", "records", "expert_load_window", "expert_load_pass")
+
+
+def from_dumps(tables: list[Any], source: str, num_ranks: int) -> Read:
+    """Add up the dumps of several ranks: dictionaries of lists or arrays. See the module's table.
+
+    Raises:
+        ValueError: a dump has none of the known keys, or shapes that do not fit.
+    """
+    load_ILE: Int64Array | None = None
+    for table in tables:
+        if not isinstance(table, Mapping) or not any(key in table for key in KEYS):
+            raise ValueError(f"{source} has none of: {', '.join(KEYS)}, routed_experts")
+        try:
+            each = _logical_loads(table)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise ValueError(f"{source} does not fit the formats known: {error}") from None
+        if load_ILE is not None and load_ILE.shape[1:] != each.shape[1:]:
+            raise ValueError(f"{source}: ranks differ in layers or experts")
+        num = len(each) if load_ILE is None else min(len(each), len(load_ILE))
+        load_ILE = each[:num] if load_ILE is None else load_ILE[:num] + each[:num]
+    assert load_ILE is not None, "there is a dump"
+    used = load_ILE.any(axis=(1, 2))
+    notes = [DEALT.format(num_ranks)]
+    if not used.all():
+        notes.append(f"{int((~used).sum())} empty steps were left out")
+    if not used.any():
+        raise ValueError(f"{source} counts no token")
+    return deal(load_ILE[used], num_ranks), notes
+
+
+def _logical_loads(table: Mapping[str, Any]) -> Int64Array:
+    """Return one dump's (I, L, E) loads."""
+    if "logical_count" in table:
+        load = np.asarray(table["logical_count"], dtype=np.int64)
+        return load[None] if load.ndim == 2 else load.reshape(-1, *load.shape[-2:])
+    if "records" in table:
+        counts = [np.asarray(each["global_physical_count"]) for each in table["records"]]
+        load_ILP, logical_LP = np.stack(counts), table["last_physical_to_logical_map"]
+    else:
+        key = "expert_load_window" if "expert_load_window" in table else "expert_load_pass"
+        load_ILP = np.asarray(table[key])
+        load_ILP = load_ILP[None] if load_ILP.ndim == 2 else load_ILP
+        logical_LP = table["physical_to_logical_map"]
+    logical_LP = np.asarray(logical_LP, dtype=np.int64)
+    is_copy_LPE = np.eye(int(logical_LP.max()) + 1, dtype=np.int64)[logical_LP]
+    load_ILE: Int64Array = np.einsum("ilp,lpe->ile", load_ILP.astype(np.int64), is_copy_LPE)
+    return load_ILE
+
+
+def _read_npz(path: Path, num_ranks: int) -> Read:
+    try:
+        with np.load(path, allow_pickle=False) as data:
+            name = next((name for name in ("counts", "loads") if name in data.files), None)
+            if name is None:
+                raise ValueError(f"it has {data.files}, neither counts nor loads")
+            counts = data[name].astype(np.int64)
+    except (OSError, EOFError, zipfile.BadZipFile, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if counts.ndim == 3:
+        return deal(counts, num_ranks), [DEALT.format(num_ranks)]
+    if counts.ndim != 4 or not counts.size or counts.min() < 0:
+        raise ValueError(
+            f"{path}: {name} is {counts.shape}; use token counts, (iterations, layers, source "
+            "ranks, experts) or (iterations, layers, experts), 0 or more"
+        )
+    return counts, []
+
+
+def _read_csv(path: Path, num_ranks: int) -> Read:
+    needed = ["iteration", "layer", "expert", "tokens"]
+    rows, num_bad = [], 0
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        names = [name.strip() for name in reader.fieldnames or []]
+        if not set(needed) <= set(names):
+            raise ValueError(
+                f"{path}: its columns are {names}; needed are {needed}, and maybe rank"
+            )
+        reader.fieldnames = names
+        columns = [*needed, "rank"] if "rank" in names else needed
+        for row in reader:
+            try:
+                values = [int(row[name]) for name in columns]
+                num_bad += min(values) < 0
+            except (TypeError, ValueError):
+                num_bad += 1
+                continue
+            if min(values) >= 0:
+                rows.append(values)
+    if not rows:
+        raise ValueError(f"{path} has no row of whole numbers")
+    notes = [f"{path.name}: {num_bad} rows are no whole numbers and were left out"] * bool(num_bad)
+    table = np.array(rows, dtype=np.int64)
+    shape = tuple(table[:, [0, 1, 2]].max(axis=0) + 1)
+    if "rank" not in columns:
+        load_ILE = np.zeros(shape, dtype=np.int64)
+        np.add.at(load_ILE, tuple(table[:, :3].T), table[:, 3])
+        return deal(load_ILE, num_ranks), [*notes, DEALT.format(num_ranks)]
+    shape = (*shape[:2], int(table[:, 4].max()) + 1, shape[2])
+    counts_ILRE = np.zeros(shape, dtype=np.int64)
+    np.add.at(counts_ILRE, tuple(table[:, [0, 1, 4, 2]].T), table[:, 3])
+    return counts_ILRE, notes

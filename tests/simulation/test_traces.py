@@ -1,0 +1,256 @@
+"""Every format of traces reads to the same counts; torn files lose only what is torn."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fssdp.simulation.importers import deal
+from megatron_fssdp.simulation.recording import FRAME, TraceWriter, open_recording
+from megatron_fssdp.simulation.traces import Trace, open_trace, owned_loads, write_trace
+
+# (iterations, layers, ranks, experts); above 65,535 too.
+COUNTS = np.random.default_rng(0).integers(0, 70_000, (5, 3, 4, 8))
+
+
+def all_counts(trace: Trace) -> np.ndarray:
+    counts = np.stack([trace.counts(position) for position in range(trace.num_iterations)])
+    shape = (trace.num_iterations, trace.num_layers, trace.num_ranks, trace.num_experts)
+    assert counts.shape == shape
+    assert counts.dtype == np.int64
+    return counts
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    write_trace(Trace.of(COUNTS, "made"), folder)
+    return folder
+
+
+def test_recorded_format(recorded: Path) -> None:
+    trace = open_trace(recorded)
+    assert (all_counts(trace) == COUNTS).all()
+    assert trace.notes == ()
+    # What EP computes: experts 0 and 1 on rank 0, and so on.
+    loads = open_recording(recorded).read(0).loads_LR
+    assert (loads == COUNTS[0].sum(axis=1).reshape(3, 4, 2).sum(axis=2)).all()
+    with pytest.raises(ValueError, match="holds a trace already"):
+        write_trace(trace, recorded)
+
+
+def test_documented_lines_read_a_frame(recorded: Path) -> None:
+    """The docstring's numpy lines, by hand."""
+    data = (recorded / "trace-stage0.bin").read_bytes()
+    frame = np.frombuffer(data, FRAME, count=1, offset=0)[0]
+    assert FRAME.itemsize == 20
+    payload = zlib.decompress(data[20 : 20 + frame["num_bytes"]])
+    values = np.frombuffer(payload, np.uint8).reshape(4, -1).T.copy().view("<i4")
+    assert (values.reshape(3, -1)[:, :32].reshape(3, 4, 8) == COUNTS[0]).all()
+
+
+@given(place=st.floats(0, 1, exclude_max=True), is_cut=st.booleans())
+def test_torn_and_damaged_files_give_what_is_whole(
+    tmp_path_factory: pytest.TempPathFactory, place: float, is_cut: bool
+) -> None:
+    """Whatever byte is cut off or changed, all other iterations read, and a sentence tells."""
+    folder = tmp_path_factory.mktemp("torn") / "run"
+    write_trace(Trace.of(COUNTS, "made"), folder)
+    path = folder / "trace-stage0.bin"
+    data = bytearray(path.read_bytes())
+    ends = [sum(at) for at in open_recording(folder).stages[0].frames.values()]
+    byte = int(place * len(data))
+    whole = [i for i, end in enumerate(ends) if end <= byte]
+    if is_cut:
+        del data[byte:]
+    else:
+        data[byte] ^= 0x55
+        whole = [i for i in range(5) if i != len(whole)]
+    path.write_bytes(bytes(data))
+    if not whole:
+        with pytest.raises(ValueError, match="no iteration that all its stages finished"):
+            open_trace(folder)
+        return
+    trace = open_trace(folder)
+    assert trace.iterations == tuple(whole)
+    assert (all_counts(trace) == COUNTS[whole]).all()
+    assert len(trace.notes) == (not is_cut or byte not in ends)
+
+
+def test_a_writer_goes_on_after_a_torn_frame(recorded: Path) -> None:
+    path = recorded / "trace-stage0.bin"
+    data = path.read_bytes()
+    path.write_bytes(data[:-7])
+    writer = TraceWriter(recorded, 0, 1, [(4, 8)] * 3, range(1, 4))
+    loads_LR = owned_loads(COUNTS[4])
+    writer.append(4, list(COUNTS[4]), list(loads_LR), [0] * 3, [0] * 3)
+    writer.close()
+    assert path.read_bytes() == data
+    with pytest.raises(ValueError, match="give --fssdp-record-trace another folder"):
+        TraceWriter(recorded, 0, 1, [(4, 16)] * 3, range(1, 4))
+
+
+def test_stages_are_joined_by_iteration_not_by_place(tmp_path: Path) -> None:
+    """One stage wrote an iteration more before the job was killed and resumed."""
+    for stage, written in ((0, [0, 1, 2, 1, 2, 3]), (1, [0, 1, 1, 2, 3])):
+        writer = TraceWriter(tmp_path, stage, 2, [(2, 4)], [2 - stage])
+        for iteration in written:
+            counts = np.full((1, 2, 4), 10 * iteration + stage)
+            writer.append(iteration, list(counts), list(owned_loads(counts)), [0], [0])
+        writer.close()
+    trace = open_trace(tmp_path)
+    assert trace.iterations == (0, 1, 2, 3)
+    # Layer 1 of the model is stage 1's here: numbers decide.
+    assert trace.counts(2)[:, 0, 0].tolist() == [21, 20]
+
+
+def test_bad_folders_and_files_say_what_is_expected(tmp_path: Path) -> None:
+    cases: dict[str, tuple[str | None, str]] = {
+        "absent": (None, "does not exist"),
+        "x.txt": ("1", "is of no known kind"),
+        "x.json": ("{", "is no JSON"),
+        "y.json": ('{"a": 1}', "has none of: logical_count"),
+        "z.json": ('{"logical_count": [[0, 0]]}', "counts no token"),
+        "x.csv": ("a,b\n1,2\n", "its columns are"),
+        "x.npz": ("no zip", "cannot be read"),
+        "x.pt": ("", "fssdp trace import"),
+    }
+    for name, (text, message) in cases.items():
+        if text is not None:
+            (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=message):
+            open_trace(tmp_path / name)
+    with pytest.raises(ValueError, match="holds no trace"):
+        open_trace(tmp_path)
+    (tmp_path / "trace-stage0.json").write_text('{"version": 99, "layers": []}')
+    with pytest.raises(ValueError, match="format 99; this reads 2"):
+        open_trace(tmp_path)
+    (tmp_path / "trace-stage0.json").write_text("no")
+    with pytest.raises(ValueError, match="no header of a trace"):
+        open_trace(tmp_path)
+
+
+def test_npz_and_csv(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", counts=COUNTS)
+    assert (all_counts(open_trace(tmp_path / "a.npz")) == COUNTS).all()
+    np.savez(tmp_path / "b.npz", loads=COUNTS.sum(axis=2))
+    pooled = open_trace(tmp_path / "b.npz", num_ranks=4)
+    assert (all_counts(pooled).sum(axis=2) == COUNTS.sum(axis=2)).all()
+    assert np.ptp(all_counts(pooled), axis=2).max() == 1
+    assert "dealt out evenly over 4 ranks" in pooled.notes[0]
+
+    lines = ["iteration,layer,rank,expert,tokens"]
+    lines += [f"{i},{n},{r},{e},{COUNTS[i, n, r, e]}" for i, n, r, e in np.ndindex(COUNTS.shape)]
+    (tmp_path / "a.csv").write_text("\n".join([*lines, "1,2,torn"]))
+    trace = open_trace(tmp_path / "a.csv")
+    assert (all_counts(trace) == COUNTS).all()
+    assert trace.notes == ("a.csv: 1 rows are no whole numbers and were left out",)
+
+
+def test_megatrons_router_trace(tmp_path: Path) -> None:
+    """Two micro-batches of 3 tokens, top-2, on 2 ranks; the last step is torn on rank 1."""
+    chosen = np.random.default_rng(1).integers(0, 6, (2, 2, 2, 2, 3, 2))
+    expected = np.zeros((2, 2, 2, 6), dtype=np.int64)
+    for rank in range(2):
+        lines = []
+        for step, micro, layer in np.ndindex(2, 2, 2):
+            top = chosen[step, micro, layer, rank]
+            np.add.at(expected[step, layer, rank], top.ravel(), 1)
+            record = {"step": step + 7, "stage": "pre_dispatch", "block": "decoder"}
+            record |= {"layer": layer + 2, "rank": rank, "num_tokens": 3, "topk": 2}
+            lines.append(json.dumps({**record, "top_indices": top.tolist()}))
+        (tmp_path / f"router_trace_rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
+    trace = open_trace(tmp_path, num_experts=6)
+    assert (all_counts(trace) == expected).all()
+
+    path = tmp_path / "router_trace_rank1.jsonl"
+    whole = path.read_text().splitlines()
+    path.write_text("\n".join(whole[:5]) + "\n" + whole[5][:20])
+    trace = open_trace(tmp_path, num_experts=6)
+    assert (all_counts(trace) == expected[:1]).all()
+    assert any("1 lines are no JSON objects" in note for note in trace.notes)
+    assert any("steps [8] lack records" in note for note in trace.notes)
+
+
+def test_megatrons_own_tracer_writes_what_is_read(tmp_path: Path) -> None:
+    """The record of Megatron's own class, so that a change of its format is noticed."""
+    torch = pytest.importorskip("torch")
+    tracer_module = pytest.importorskip("megatron.core.transformer.moe.router_trace")
+    tracer = tracer_module.RouterTracer(str(tmp_path), max_steps=9, rank=0, training_mode=True)
+    for step in range(2):
+        tracer.record_indices([torch.tensor([[0, 3], [3, 1]])] * 2, layer_ids=[4, 5])
+        tracer.advance_step(step)
+    assert all_counts(open_trace(tmp_path)).tolist() == [[[[1, 1, 0, 2]]] * 2] * 2
+
+
+LOADS = COUNTS.sum(axis=2)
+# 8 logical experts on 10 physical ones.
+PHYSICAL = np.array([[0, 1, 2, 3, 4, 5, 6, 7, 0, 3]] * 3)
+LOADS_P = np.concatenate([LOADS, np.zeros((5, 3, 2), dtype=np.int64)], axis=2)
+LOADS_P[:, :, 8], LOADS_P[:, :, 0] = LOADS[:, :, 0] // 3, LOADS[:, :, 0] - LOADS[:, :, 0] // 3
+DUMPS: dict[str, dict[str, Any]] = {
+    "sglang stat": {"rank": 0, "logical_count": LOADS.tolist()},
+    "sglang per pass": {
+        "records": [
+            {"forward_pass_id": i, "rank": 0, "global_physical_count": load.tolist()}
+            for i, load in enumerate(LOADS_P)
+        ],
+        "last_physical_to_logical_map": PHYSICAL.tolist(),
+    },
+    "vllm eplb": {
+        "expert_load_window": [*LOADS_P.tolist(), np.zeros((3, 10)).tolist()],
+        "physical_to_logical_map": PHYSICAL.tolist(),
+    },
+}
+
+
+@pytest.mark.parametrize("name", DUMPS)
+def test_dumps_of_servers(name: str, tmp_path: Path) -> None:
+    (tmp_path / "dump.json").write_text(json.dumps(DUMPS[name]))
+    trace = open_trace(tmp_path / "dump.json", num_ranks=2)
+    assert (all_counts(trace).sum(axis=2) == LOADS).all()
+    assert "dealt out evenly over 2 ranks" in trace.notes[0]
+
+
+def test_sglang_ranks_are_added_up(tmp_path: Path) -> None:
+    for rank in range(2):
+        path = tmp_path / f"expert_distribution_recorder_17.5_{rank}.json"
+        path.write_text(json.dumps(DUMPS["sglang per pass"]))
+    assert (all_counts(open_trace(tmp_path)).sum(axis=2) == 2 * LOADS).all()
+
+
+def test_vllms_routed_experts(tmp_path: Path) -> None:
+    """One request a line; (tokens, layers, k), -1 where a token is padding."""
+    first = [[[0, 1], [2, 3]], [[0, 2], [3, 3]], [[-1, -1], [-1, -1]]]
+    lines = [
+        json.dumps({"outputs": [{"token_ids": [1], "routed_experts": first}]}),
+        json.dumps({"choices": [{"routed_experts": [[[1, 2], [0, 1]]]}]}),
+        "torn",
+    ]
+    (tmp_path / "out.jsonl").write_text("\n".join(lines))
+    trace = open_trace(tmp_path / "out.jsonl")
+    assert all_counts(trace)[:, :, 0].tolist() == [
+        [[2, 1, 1, 0], [0, 0, 1, 3]],
+        [[0, 1, 1, 0], [1, 1, 0, 0]],
+    ]
+    assert any("1 lines are no JSON" in note for note in trace.notes)
+
+
+@given(loads=st.lists(st.integers(0, 1000), min_size=1, max_size=20), num_ranks=st.integers(1, 17))
+def test_dealing_loses_nothing_and_is_even(loads: list[int], num_ranks: int) -> None:
+    dealt = deal(np.array(loads), num_ranks)
+    assert dealt.sum(axis=0).tolist() == loads
+    assert np.ptp(dealt, axis=0).max() <= 1
+
+
+def test_other_numbers_of_ranks() -> None:
+    trace = Trace.of(COUNTS, "made").with_ranks(6)
+    assert (all_counts(trace).sum(axis=2) == COUNTS.sum(axis=2)).all()
+    assert "4 source ranks were made 6" in trace.notes[0]
