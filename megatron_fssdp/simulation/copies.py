@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -119,7 +120,7 @@ def shards_s(plan: LayerPlan, network: Network, num_bytes: int) -> tuple[float, 
     return network.exchange_s(bytes_RR), int(bytes_RR.sum())
 
 
-def far_bytes(bytes_RR: npt.NDArray[np.float64], network: Network) -> int:
+def far_bytes(bytes_RR: npt.NDArray[Any], network: Network) -> int:
     """Bytes of a traffic matrix that cross between nodes."""
     is_far_RR = network.node_R[:, None] != network.node_R
     return int(bytes_RR[is_far_RR].sum())

@@ -133,23 +133,29 @@ class Costs:
     def dense_params(self, stage: int) -> float:
         """Parameters of a rank in a stage besides routed experts."""
         shape, layout = self.job.shape, self.job.layout
-        params = sum(shape.dense_params(layer) for layer in shape.layers_of(stage, layout.pp))
-        if stage == 0:
-            params += shape.vocab_size * shape.hidden_size
-        if stage == layout.pp - 1 and not (shape.is_tied and layout.pp == 1):
-            params += shape.vocab_size * shape.hidden_size
-        return params / layout.tp
+        params = sum(map(shape.dense_params, layout.layers_of(stage)))
+        return (params + self.outer_params(stage)) / layout.tp
+
+    def outer_params(self, stage: int) -> int:
+        """Parameters of a stage's embedding and output layer, before tensor parallelism."""
+        sizes, layout = self.job.shape.sizes, self.job.layout
+        params = sizes.embedding if stage == 0 else 0
+        if stage == layout.pp - 1:
+            params += sizes.output
+            # Tied weights are there twice, where the first and the last stage differ.
+            is_tied = sizes.output < self.job.shape.vocab_size * self.job.shape.hidden_size
+            params += sizes.embedding if is_tied and layout.pp > 1 else 0
+        return params
 
     def expert_params(self, stage: int) -> float:
         """Parameters of the routed experts that a rank owns in a stage."""
-        shape, layout = self.job.shape, self.job.layout
-        num = len(self.moe_layers_of(stage)) * shape.num_experts / layout.ep
-        return num * shape.expert_params / layout.etp
+        sizes, layout = self.job.shape.sizes, self.job.layout
+        num = len(self.moe_layers_of(stage)) * sizes.num_experts / layout.ep
+        return num * sizes.expert / layout.etp
 
     def moe_layers_of(self, stage: int) -> list[int]:
         """Numbers of a stage's MoE layers, from 1."""
-        shape = self.job.shape
-        return [x for x in shape.layers_of(stage, self.job.layout.pp) if x in shape.moe_layers]
+        return [x for x in self.job.layout.layers_of(stage) if self.job.shape.is_moe(x)]
 
     @cached_property
     def stage_network(self) -> Network:

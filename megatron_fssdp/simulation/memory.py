@@ -71,10 +71,10 @@ def _activations(costs: Costs, stage: int, peak_LR: Float64Array) -> Float64Arra
     input_R = np.full(layout.ep, tokens * shape.hidden_size)
     rows = KEPT_ROW * shape.hidden_size + inner * shape.moe_ffn_size / layout.etp
     kept_R, largest_R, index = np.zeros(layout.ep), np.zeros(layout.ep), 0
-    for layer in shape.layers_of(stage, layout.pp):
+    for layer in layout.layers_of(stage):
         dense_R = KEPT_DENSE * input_R
         moe_R = np.zeros(layout.ep)
-        if layer in shape.moe_layers:
+        if shape.is_moe(layer):
             dense_R = dense_R + inner * tokens * shape.shared_ffn_size
             moe_R = rows * peak_LR[index]
             index += 1

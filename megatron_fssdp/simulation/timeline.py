@@ -6,23 +6,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from megatron_fssdp.simulation.costs import Costs
 from megatron_fssdp.simulation.layers import BACKWARD, Clock
+from megatron_fssdp.simulation.passes import BACK, FIRST, LAST, MIDDLE, Passes
 from megatron_fssdp.simulation.pipeline import Scheduled
 from megatron_fssdp.simulation.result import Phase, Result, TimelineEvent
-
-if TYPE_CHECKING:
-    from megatron_fssdp.simulation.simulate import Passes
 
 # Worlds up to this size are shown whole; of larger ones, each stage's fullest and emptiest rank.
 MOST_RANKS = 16
 STREAMS = ("compute", "tokens", "copies", "reduction")
-# Kinds of passes, as `simulate` numbers them.
-_FIRST, _MIDDLE, _BACK, _LAST = range(4)
 
 
 def build_timeline(
@@ -48,10 +44,10 @@ def build_timeline(
         first_layer += len(costs.moe_layers_of(stage))
         for index in range(micro):
             begin = move_s + float(scheduled.forward_SMK[stage, index, 0])
-            kind = _FIRST if index == 0 else _MIDDLE
+            kind = FIRST if index == 0 else MIDDLE
             events += _pass_events(passes, kind, begin, index, ranks, places)
             begin = move_s + float(scheduled.backward_SMK[stage, index, 0])
-            kind = _LAST if index == micro - 1 else _BACK
+            kind = LAST if index == micro - 1 else BACK
             events += _pass_events(passes, kind, begin, index, ranks, places)
         end = move_s + float(scheduled.end_SK[stage, 0])
         events += _step_events(costs, passes, stage, end, ranks, move_s)
@@ -65,7 +61,7 @@ def _shown(costs: Costs, stage: int, passes: Passes) -> list[tuple[int, int]]:
     positions = list(range(layout.ep))
     if layout.num_ranks > MOST_RANKS:
         busy_R = np.zeros(layout.ep)
-        for clock in passes.clocks[_FIRST]:
+        for clock in passes.clocks[FIRST]:
             if clock is not None:
                 for span in clock.spans:
                     busy_R += span.duration_R if span.name == "experts" else 0.0
@@ -81,7 +77,7 @@ def _pass_events(
     ranks: list[tuple[int, int]],
     places: dict[int, int | None],
 ) -> Iterable[TimelineEvent]:
-    is_forward = kind in (_FIRST, _MIDDLE)
+    is_forward = kind in (FIRST, MIDDLE)
     phase: Phase = "forward" if is_forward else "backward"
     common: dict[str, Any] = {"phase": phase, "micro_batch": micro_batch}
     seconds = passes.layer_s(kind)

@@ -35,7 +35,7 @@ class Hecate(System):
     def set_up(self) -> None:
         """Work out t: experts that can be sent within a layer's non-MoE time (section 4.2)."""
         self.predictors = [SlidingMean(5) for _ in range(self.num_groups)]
-        self.homes = Homes.even(*self.owner_LE.shape, self.num_ranks)
+        self.homes = Homes.even(len(self.owner_LE), self.owner_LE.shape[1], self.num_ranks)
         first = self.costs.job.shape.moe_layers[0]
         # A broadcast enters a node once, so all adapters that a node's ranks share serve it.
         sharing = np.bincount(self.topology.node_R).min()

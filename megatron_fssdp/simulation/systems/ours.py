@@ -46,7 +46,7 @@ class Fssdp(System):
         )
         make = PREDICTORS[self.options.predictor]
         self.predictors: list[Predictor] = [make() for _ in range(self.num_groups)]
-        self.homes = Homes.even(*self.owner_LE.shape, self.num_ranks)
+        self.homes = Homes.even(len(self.owner_LE), self.owner_LE.shape[1], self.num_ranks)
 
     @property
     def traits(self) -> Traits:

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 
-"""Systems that rearrange experts now and then, with their state: SmartMoE, FlexMoE, EPLB."""
+"""Systems that rearrange experts now and then, with their state: SmartMoE, FlexMoE, EPLB.
+
+Their planners know no shared adapters, so a layer keeps its placement where the model says that a
+new one would be slower.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,36 @@ from typing import ClassVar
 
 import numpy as np
 
+from megatron_fssdp.planning.cost import FORWARD_BACKWARD, TOKEN_TRIPS
 from megatron_fssdp.planning.plan import Int64Array, LayerPlan
 from megatron_fssdp.planning.predict import SlidingMean
+from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.simulation.baselines import eplb, flexmoe, smartmoe
 from megatron_fssdp.simulation.baselines.common import Baseline, with_replicas
 from megatron_fssdp.simulation.copies import broadcast_s, replicated
 from megatron_fssdp.simulation.flow import flow_by_locality
 from megatron_fssdp.simulation.layers import Traits
 from megatron_fssdp.simulation.systems.common import Placed, System
+
+
+def across_nodes(plan: Baseline) -> Baseline:
+    """Let a planner that knows no nodes meet ranks node by node in turn.
+
+    It takes equally loaded ranks in their order, and would put all hot experts on the first node.
+    """
+
+    def planned(
+        load_E: Int64Array, owner_E: Int64Array, topology: Topology, num_slots: int
+    ) -> LayerPlan:
+        node_R = topology.node_R
+        # The how-manieth rank of its node each is; then by node.
+        place_R = np.array([(node_R[:rank] == node).sum() for rank, node in enumerate(node_R)])
+        order_R = np.lexsort((node_R, place_R))
+        new_of_R = np.argsort(order_R)
+        found = plan(load_E, new_of_R[owner_E], topology, num_slots)
+        return LayerPlan(order_R[found.owner_E], found.slot_expert_RS[new_of_R])
+
+    return planned
 
 
 class _Rearranged(System):
@@ -41,14 +67,23 @@ class _Rearranged(System):
         load_LE = self.predictor.predict()
         if load_LE is None or self.iteration % interval != min(5, interval - 1):
             return 0, 0.0
-        make = type(self).baseline
         new = [
-            make(load_E, plan.owner_E, self.topology, self.num_slots)
-            for load_E, plan in zip(load_LE, self.plans, strict=True)
+            self._rearrange(load_E, plan) for load_E, plan in zip(load_LE, self.plans, strict=True)
         ]
         moved, move_s = self.state_moves_s(self.plans, new)
         self.plans = new
         return moved, move_s
+
+    def _rearrange(self, load_E: Int64Array, plan: LayerPlan) -> LayerPlan:
+        """Return the baseline's placement, if the layer is modelled to be faster with it."""
+        new = type(self).baseline(load_E, plan.owner_E, self.topology, self.num_slots)
+        counts_RE = np.tile(load_E // self.num_ranks, (self.num_ranks, 1))
+        seconds = []
+        for each in (plan, new):
+            flow = flow_by_locality(counts_RE, each, self.topology.node_of_rank, ())
+            tokens_s, experts_s = self.costs.tokens_s(flow), self.costs.experts_R(flow).max()
+            seconds.append(TOKEN_TRIPS * tokens_s + FORWARD_BACKWARD * experts_s)
+        return new if seconds[1] < seconds[0] else plan
 
     def place(self, group: int, counts_LRE: Int64Array) -> list[Placed]:
         """Spread an expert's tokens over its instances evenly."""
@@ -95,7 +130,7 @@ class SmartMoE(_Rearranged):
         "experts are assigned anew, as many to each rank, every 25 iterations; parameters and "
         "optimizer state move on the critical path; its offline choice of parallelism is left out",
     )
-    baseline: ClassVar[Baseline] = staticmethod(smartmoe.plan)
+    baseline: ClassVar[Baseline] = staticmethod(across_nodes(smartmoe.plan))
 
     @property
     def num_slots(self) -> int:
@@ -113,7 +148,7 @@ class FlexMoE(_Rearranged):
         "brings parameters and optimizer state on the critical path and keeps them; tokens are "
         "split evenly; gradients are all-reduced under the attention's backward",
     )
-    baseline: ClassVar[Baseline] = staticmethod(flexmoe.plan)
+    baseline: ClassVar[Baseline] = staticmethod(across_nodes(flexmoe.plan))
 
 
 class Eplb(_Rearranged):
