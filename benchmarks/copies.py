@@ -34,6 +34,7 @@ from tables import show
 from two_nodes import limit_rate, link_bytes, run_two_nodes, why_not
 
 from megatron_fssdp.collectives.lanes import make_lane
+from megatron_fssdp.experts.gradients import GradientSums
 from megatron_fssdp.experts.materialize import Materializer
 from megatron_fssdp.experts.placement import Placement
 from megatron_fssdp.experts.replicas import ReplicaPool, Transport
@@ -71,7 +72,7 @@ def iterate(
             weights = visit.arrive()
             visit.wait()
             output = torch.stack([weight.sum() for slot in weights for weight in slot]).sum()
-            visit.guard(output)
+            visit.guard(output, weights)
             losses.append(output)
         torch.stack(losses).sum().backward()
     for layer in layers:
@@ -245,8 +246,7 @@ def run_memory(num_layers: int, again: bool, num_microbatches: int) -> tuple[int
         Materializer(
             transport,
             shared or ReplicaPool(SLOTS),
-            sums_in_fp32=True,
-            num_backwards=None if again else lambda: num_microbatches,
+            sums=GradientSums(True, None if again else lambda: num_microbatches),
         )
         for _ in range(num_layers)
     ]

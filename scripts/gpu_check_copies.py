@@ -17,6 +17,7 @@ import torch
 
 from megatron_fssdp.collectives.lanes import Lane, Meter, Pending, make_lane
 from megatron_fssdp.experts.compute import RowGroups, grouped_linear
+from megatron_fssdp.experts.gradients import GradientSums
 from megatron_fssdp.experts.materialize import Materializer
 from megatron_fssdp.experts.placement import Placement
 from megatron_fssdp.experts.replicas import LentRows, ReplicaPool, Transport, write
@@ -77,7 +78,8 @@ def _train(device: torch.device, *, overlap: bool, again: bool) -> list[torch.Te
     layers, owned = [], []
     for _ in range(LAYERS):
         transport = _PlayedPeer(lane, {2: weights(), 3: weights()}, busy)
-        layers.append(Materializer(transport, pool if again else ReplicaPool(2), sums_in_fp32=True))
+        kept = pool if again else ReplicaPool(2)
+        layers.append(Materializer(transport, kept, sums=GradientSums(in_fp32=True)))
         owned.append([[each.requires_grad_() for each in weights()] for _ in range(2)])
     parameters = [each for layer in owned for expert in layer for each in expert]
     optimizer = torch.optim.SGD(parameters, lr=0.01)
@@ -93,7 +95,7 @@ def _train(device: torch.device, *, overlap: bool, again: bool) -> list[torch.Te
             visit.wait()
             fc1, fc2 = zip(*slots, strict=True)
             output = grouped_linear(torch.tanh(grouped_linear(hidden, fc1, groups)), fc2, groups)
-            visit.guard(output)
+            visit.guard(output, slots)
             hidden = hidden + output + attention
         hidden.float().square().mean().backward()
         grads = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]

@@ -25,9 +25,6 @@ graph: each owned weight goes through a node of its own into the one function. T
 numbered as they are made, and autograd runs the highest number first: gradients arrive in one
 fixed order, the reverse of the parameters', whatever the plan.
 
-[Note: Once an iteration] While replicas are kept, their gradients are added up over the
-micro-batches and sent with the last one's backward.
-
 [Note: Owned weights are not copied] An owned expert's slot is its parameter. Memory is taken for
 replicas only: one row per replica holds all of its weights, so that a copy is one message.
 
@@ -36,13 +33,14 @@ Shape letters: S slots of this rank, W weights of one expert (fc1, fc2, and thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megatron_fssdp.collectives.lanes import Meter, Pending
+from megatron_fssdp.experts.gradients import GradientSums, SlotContents
 from megatron_fssdp.experts.placement import Placement
 from megatron_fssdp.experts.replicas import (
     LentRows,
@@ -51,7 +49,6 @@ from megatron_fssdp.experts.replicas import (
     Transport,
     read,
     size_of,
-    write,
 )
 from megatron_fssdp.planning.schedule import Schedule
 
@@ -66,9 +63,7 @@ class Materializer:
         transport: how weights and gradients travel.
         pool: where replicas are: this layer's own, or one that layers share.
         name: of the layer, in error messages.
-        sums_in_fp32: whether gradients of narrower weights are added up and sent in fp32.
-        num_backwards: how many backwards an iteration has, if replicas' gradients are to be sent
-            with the last; None: with each.
+        sums: adds up the replicas' gradients.
         predecessor: the layer whose backward comes next; its replicas are fetched ahead.
         is_accounted: whether fetches go into the accounts (an evaluation's do not).
         gathers, reductions: the messages that ran and the bytes of each, for the accounts, whose
@@ -78,8 +73,7 @@ class Materializer:
     transport: Transport
     pool: ReplicaPool
     name: str = "a MoE layer"
-    sums_in_fp32: bool = False
-    num_backwards: Callable[[], int] | None = None
+    sums: GradientSums = field(default_factory=GradientSums)
     predecessor: Materializer | None = None
     is_accounted: bool = True
     gather_meter: Meter = field(default_factory=Meter)
@@ -89,8 +83,6 @@ class Materializer:
     _placement: Placement | None = None
     _owned: OwnedWeights = ()
     _template: Sequence[torch.Tensor] = ()
-    _backwards: int = 0
-    _sums: LentRows | None = None
 
     def launch(
         self,
@@ -157,42 +149,19 @@ class Materializer:
         """
         if not placement.schedule.copies:
             return None
-        self._backwards += 1
-        weights = self._template
-        num_weights, size, dtype = len(weights), size_of(weights), weights[0].dtype
-        if self.sums_in_fp32:
-            dtype = torch.promote_types(dtype, torch.float32)
-        first = self._sums is None
-        like = weights[0].detach().new_empty(0, dtype=dtype)
-        sums = self._sums or self.transport.lend_sums(placement, size, like)
-        for index, slot in enumerate(placement.replica_of_slot):
-            part = grads[index * num_weights : (index + 1) * num_weights]
-            write(sums.rows[slot], part, add=not first)
-        is_last = self.num_backwards is None or self._backwards >= self.num_backwards()
-        if not is_last:
-            self._sums = sums
+        sums = self.sums.add(
+            self.transport, SlotContents(placement, self._owned, self._template), grads
+        )
+        if sums is None:
             return None
-        self._sums, self._backwards = None, 0
-        self.reductions.append((placement.schedule, size * dtype.itemsize))
+        num_bytes = size_of(self._template) * sums.like.element_size()
+        self.reductions.append((placement.schedule, num_bytes))
         pending, landing = self.transport.reduce(placement, sums, self.reduce_meter, self.name)
         return Reduction(pending, sums, landing)
 
     def settle(self) -> None:
-        """End an iteration; parameters are about to change.
-
-        Raises:
-            RuntimeError: replicas' gradients were added up but never sent.
-        """
-        backwards, self._backwards = self._backwards, 0
-        if backwards:
-            expected = self.num_backwards() if self.num_backwards else 1
-            raise RuntimeError(
-                f"{self.name}: the optimizer steps, and gradients of replicas were not sent. "
-                f"--moe-parallel fssdp keeps them for the last of {expected} micro-batches, but "
-                f"{backwards} backwards came since it sent some: an iteration was given up, or has "
-                "another number of micro-batches. Use --fssdp-rematerialize, which sends them with "
-                "every micro-batch"
-            )
+        """End an iteration; see `GradientSums.settle`."""
+        self.sums.settle(self.name)
 
 
 @dataclass(eq=False)
@@ -255,40 +224,52 @@ class Visit:
         rows = pool.rows(self.placement, self.template)
         return [weight for row in rows.values() for weight in read(row, shapes)]
 
-    def guard(self, output: torch.Tensor) -> None:
-        """See to it that the replicas are in the pool when the experts' backward starts.
+    def guard(self, output: torch.Tensor, weights: SlotWeights) -> None:
+        """See to it that the experts' backward finds the replicas, and where gradients go.
 
         Args:
             output: of the experts; nothing of what computed it is read by the backward before
                 this tensor's gradient is there.
+            weights: that the experts were given.
         """
-        if output.requires_grad:
-            output.register_hook(self._restore)
 
-    def _restore(self, unused: torch.Tensor) -> None:
-        self.wait()
+        def prepare(unused: torch.Tensor) -> None:
+            self.wait()
+            contents = SlotContents(self.placement, self.owned, self.template)
+            self.materializer.sums.show_main_grads(self.materializer.transport, contents, weights)
+
+        if output.requires_grad:
+            output.register_hook(prepare)
 
     def finish(self, grads: list[torch.Tensor]) -> None:
         """Wait for spRS and add what arrived to the owned weights' gradients."""
-        if self.reduction is None:
-            return
-        reduction, self.reduction = self.reduction, None
-        reduction.pending.wait()
+        if self.reduction is not None:
+            reduction, self.reduction = self.reduction, None
+            reduction.pending.wait()
+            self._add(reduction.landing, grads)
+            reduction.sums.give_back()
+            reduction.landing.give_back()
+        for expert in self.owned:
+            for position, weight in enumerate(expert):
+                if self.materializer.sums.is_in_place(position) and weight.requires_grad:
+                    # Megatron's DDP must not add the dummy that autograd hands to the parameter.
+                    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+
+    def _add(self, landing: LentRows, grads: list[torch.Tensor]) -> None:
         num_weights = len(self.template)
         shapes = [weight.shape for weight in self.template]
         for index, slot in enumerate(self.placement.owned_slots):
             if slot not in self.placement.sent_slots:
                 continue
-            for position, part in enumerate(read(reduction.landing.rows[slot], shapes)):
+            for position, part in enumerate(read(landing.rows[slot], shapes)):
                 place = index * num_weights + position
                 main_grad = getattr(self.owned[index][position], "main_grad", None)
-                if part.dtype != grads[place].dtype and main_grad is not None:
+                is_there = self.materializer.sums.is_in_place(position)
+                if main_grad is not None and (is_there or part.dtype != grads[place].dtype):
                     # Megatron keeps sums of bf16 gradients in fp32 there: no rounding on the way.
                     main_grad.add_(part)
                 else:
                     grads[place] = grads[place] + part.to(grads[place].dtype)
-        reduction.sums.give_back()
-        reduction.landing.give_back()
 
 
 class _Launch(torch.autograd.Function):

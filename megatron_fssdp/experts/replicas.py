@@ -46,7 +46,9 @@ class Transport:
     _arrived: RowBuffer = field(default_factory=RowBuffer)
     # Not lent at the moment: replicas' gradients, and what lands for owned experts.
     _sums: list[RowBuffer] = field(default_factory=list)
+    _converted: list[RowBuffer] = field(default_factory=list)
     _landings: list[RowBuffer] = field(default_factory=list)
+    _scrap: RowBuffer = field(default_factory=RowBuffer)
 
     def gather(
         self,
@@ -105,10 +107,29 @@ class Transport:
         """Lend rows of `size` for the gradients of a placement's replicas."""
         return LentRows.lend(self._sums, tuple(placement.replica_of_slot), like.new_empty(0, size))
 
+    def convert(self, sums: LentRows, dtype: torch.dtype) -> LentRows:
+        """Give sums back, and lend rows of another type with the same values."""
+        lent = LentRows.lend(self._converted, tuple(sums.rows), sums.like.to(dtype))
+        for slot, row in sums.rows.items():
+            lent.rows[slot].copy_(row)
+        sums.give_back()
+        return lent
+
+    def scrap_row(self, size: int, like: torch.Tensor) -> torch.Tensor:
+        """Return one row of `size` that anybody may write and nobody reads."""
+        return self._scrap.rows(1, size, like.dtype, like.device)[0]
+
     @property
     def num_bytes(self) -> int:
         """Memory of the buffers."""
-        buffers = (self._sent, self._arrived, *self._sums, *self._landings)
+        buffers = (
+            self._sent,
+            self._arrived,
+            self._scrap,
+            *self._sums,
+            *self._converted,
+            *self._landings,
+        )
         return sum(buffer.num_bytes for buffer in buffers)
 
 
@@ -221,14 +242,11 @@ def size_of(weights: Sequence[torch.Tensor]) -> int:
     return sum(weight.numel() for weight in weights)
 
 
-def write(row: torch.Tensor, weights: Sequence[torch.Tensor], *, add: bool = False) -> None:
-    """Lay an expert's weights (or gradients) end to end in a row, or add them to it."""
+def write(row: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
+    """Lay an expert's weights end to end in a row."""
     shapes = [weight.shape for weight in weights]
     for part, weight in zip(read(row, shapes), weights, strict=True):
-        if add:
-            part.add_(weight.detach())
-        else:
-            part.copy_(weight.detach())
+        part.copy_(weight.detach())
 
 
 def read(row: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:

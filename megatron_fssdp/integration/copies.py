@@ -10,6 +10,7 @@ import torch
 
 from megatron_fssdp.collectives.lanes import make_lane
 from megatron_fssdp.config import FSSDPConfig
+from megatron_fssdp.experts.gradients import GradientSums
 from megatron_fssdp.experts.materialize import Materializer
 from megatron_fssdp.experts.placement import Scheduler
 from megatron_fssdp.experts.replicas import ReplicaPool, Transport
@@ -45,8 +46,10 @@ def make_materializer(
         shared.transport,
         pool,
         layer.name,
-        sums_in_fp32=config.fssdp_grad_dtype == "fp32",
-        num_backwards=num_microbatches if sends_once else None,
+        GradientSums(
+            in_fp32=config.fssdp_grad_dtype == "fp32",
+            num_backwards=num_microbatches if sends_once else None,
+        ),
     )
 
 

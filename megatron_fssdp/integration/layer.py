@@ -146,10 +146,11 @@ class FSSDPMoELayer(MoELayer):
         visit, self._visit = self._visit, None
         assert visit is not None, "preprocess starts a visit"
         weights, self._slot_weights = self._slot_weights, None
+        assert weights is not None, "preprocess gives the weights"
         self._wait_for_parameters()
         visit.wait()
         output = self._slot_experts(rows, tokens_per_slot, row_probs, weights)
-        visit.guard(output)
+        visit.guard(output, weights)
         return self.token_dispatcher.combine_preprocess(output), None
 
     def _count(self, routing_map: torch.Tensor, visit: Visit) -> torch.Tensor:
@@ -172,6 +173,7 @@ class FSSDPMoELayer(MoELayer):
             # What is sent is read now; else parameters may still be on their way till the experts.
             self._wait_for_parameters()
         materializer = self._runtime.materializer(self._index, self._device)
+        materializer.sums.in_place = self._slot_experts.in_place
         predecessor = self._predecessor
         if predecessor is not None and materializer.predecessor is None:
             materializer.predecessor = self._runtime.materializer(

@@ -26,7 +26,14 @@ from megatron_fssdp.experts.materialize import SlotWeights
 
 
 class SlotExperts(Protocol):
-    """An expert computation whose weights are supplied with each call."""
+    """An expert computation whose weights are supplied with each call.
+
+    Attributes:
+        in_place: for each of an expert's W weights, whether the backward adds its gradient to
+            `main_grad` of the tensor that is supplied, instead of handing it to autograd.
+    """
+
+    in_place: Sequence[bool]
 
     def home_weights(self, index: int) -> list[torch.nn.Parameter]:
         """Return the W parameters of the stock module's expert `index`, as they are now."""
@@ -114,6 +121,7 @@ class LocalSlotExperts:
 
     def __init__(self, experts: SequentialMLP, groups: ProcessGroupCollection) -> None:
         self.names = [name for name, _ in experts.local_experts[0].named_parameters()]
+        self.in_place: Sequence[bool] = [False] * len(self.names)
         self._homes = [
             [_find(expert, name) for name in self.names] for expert in experts.local_experts
         ]
@@ -211,12 +219,18 @@ class TESlotExperts:
             for index in range(experts.num_local_experts)
         ]
         config = copy.copy(experts.config)
-        # No memory and no random numbers for parameters that are never used, and no fused
-        # gradient accumulation: a slot's gradient leaves through autograd (see materialize.py).
+        # TE adds weights' gradients in place (see materialize.py), those of biases it does not.
+        self.in_place: Sequence[bool] = [
+            config.gradient_accumulation_fusion and family.endswith("weight") for family in families
+        ]
+        # No memory and no random numbers for parameters that are never used.
         config.init_model_with_meta_device = True
         config.use_cpu_initialization = False  # it would win over the meta device
         config.perform_initialization = False
-        config.gradient_accumulation_fusion = False
+        # Else TE keeps what it makes of a slot's weights in an iteration's first forward, and in
+        # its backward overwrites main_grad: here that holds replicas' sums, and the slot may show
+        # another expert next time.
+        config.disable_parameter_transpose_cache = True
         self.module = builder(num_slots, config, pg_collection=groups)
         # functional_call would not notice a weight that it is given in vain, or that it lacks.
         _check_names(self.module, families, num_slots)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_fssdp.collectives.lanes import make_lane
 from megatron_fssdp.experts import compute
 from megatron_fssdp.experts.compute import RowGroups, grouped_linear
+from megatron_fssdp.experts.gradients import GradientSums
 from megatron_fssdp.experts.materialize import Materializer
 from megatron_fssdp.experts.placement import Placement
 from megatron_fssdp.experts.replicas import ReplicaPool, Transport
@@ -73,7 +74,7 @@ def _compute(
     groups = RowGroups(torch.tensor(counts), rows.device)
     hidden = torch.tanh(grouped_linear(rows, fc1, groups))
     output = grouped_linear(hidden, fc2, groups)
-    visit.guard(output)
+    visit.guard(output, weights)
     assert not output.isnan().any()
     _poison_allocator()
     output.square().sum().backward()
@@ -181,7 +182,7 @@ def _leaks() -> tuple[list[bool], int, int]:
         weights = visit.arrive()
         visit.wait()
         output = torch.stack([weight.sum() for slot in weights for weight in slot]).sum()
-        visit.guard(output)
+        visit.guard(output, weights)
         output.backward()
         materializer.settle()
         materializer.pool.forget()
@@ -205,7 +206,10 @@ def _give_up_an_iteration() -> tuple[str, int]:
     owned = _own(placement)
     lane = make_lane(torch.device("cpu"), overlap=True)
     materializer = Materializer(
-        Transport(group, lane), ReplicaPool(1), "layer 7", num_backwards=lambda: 2
+        Transport(group, lane),
+        ReplicaPool(1),
+        "layer 7",
+        GradientSums(num_backwards=lambda: 2),
     )
     message = ""
     for backwards in (2, 1, 2):

@@ -7,55 +7,21 @@ ranks are processes of their own: in these tests' process Megatron must not see 
 
 from __future__ import annotations
 
-import multiprocessing as mp
-import os
-import pickle
-import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests import ranks
 from tests.integration.test_equality import assert_equal_training, assert_replicated
 from tests.integration.tiny import Job
 from tests.te_stub import jobs
 from tests.te_stub.jobs import LayerJob, LayerRun
 
-ROOT = Path(__file__).parents[2]
-TE = Path(sys.prefix) / "te"
-
 # Of the largest element of a gradient: a replica's share is summed at its owner, in another order.
 TOLERANCE = 1e-6
 # What is left when the tokens' shares cancel carries the rounding of terms many times its size.
-CANCELLING = {"router.bias": 10}
-
-
-def _see_te_in_ranks() -> None:
-    """Prepare the process that starts the ranks: they import TE before Megatron."""
-    os.environ["PYTHONPATH"] = str(ROOT)
-    ranks.PRELOAD.insert(0, "tests.te_stub.preload")
-
-
-@pytest.fixture(scope="module")
-def run_with_te() -> Iterator[Callable[..., list[Any]]]:
-    """`tests.ranks.run_ranks`, on ranks that see TE."""
-    if not TE.is_dir():
-        reason = f"Transformer Engine's Python part is not in {TE}; run scripts/setup_venv.sh"
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
-
-    # The process that starts the ranks is kept: it has a forkserver, as this one has.
-    with ProcessPoolExecutor(1, mp.get_context("spawn"), _see_te_in_ranks) as pool:
-
-        def run(world_size: int, fn: Callable, *args: Any) -> list[Any]:
-            future = pool.submit(ranks.run_ranks, world_size, jobs.pickled, fn, *args)
-            return [pickle.loads(result) for result in future.result()]
-
-        yield run
+CANCELLING = {"router.bias": 10, "router.weight": 10}
 
 
 VARIANTS = {
@@ -188,9 +154,10 @@ def test_slots_own_nothing(run_with_te: Callable, biases: bool, on_cpu: bool) ->
             f"{family}{slot}" for family in families for slot in range(6)
         )
         assert facts["real_bytes"] == 0
-        assert facts["fused"] == [False, False]
+        assert facts["fused"] == [True, True]
         assert facts["stock_fused"] == [True, True]
         assert facts["stock_config"] == {
+            "disable_parameter_transpose_cache": False,
             "gradient_accumulation_fusion": True,
             "init_model_with_meta_device": False,
             "perform_initialization": True,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.integration.tiny import Job, TinyRun, Trained
 
-HIDDEN, FFN, TOKENS = 16, 24, 40
+TOKENS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +24,20 @@ class LayerJob:
     moe_parallel: str = "ep"
     ep: int = 2
     num_experts: int = 8
+    hidden: int = 16
+    ffn: int = 24
     iterations: int = 3
     num_microbatches: int = 1
     params_dtype: torch.dtype = torch.float32
     # Added to the router's logits: the skew. One number an expert, on all ranks alike.
     logit_bias: tuple[float, ...] = (3.0, 2.5, 2.0, 0.0, 1.0, 0.0, 0.0, 0.0)
     model: dict[str, Any] = field(default_factory=dict)
+    fssdp: dict[str, Any] = field(default_factory=dict)
+    # Settings of Megatron's DDP.
+    ddp: dict[str, Any] = field(default_factory=dict)
 
-    def as_fssdp(self) -> LayerJob:
-        return replace(self, moe_parallel="fssdp")
+    def as_fssdp(self, **settings: Any) -> LayerJob:
+        return replace(self, moe_parallel="fssdp", fssdp={**self.fssdp, **settings})
 
 
 @dataclass
@@ -91,10 +96,10 @@ def _config(job: LayerJob) -> Any:
 
     settings: dict[str, Any] = {
         "num_layers": 1,
-        "hidden_size": HIDDEN,
+        "hidden_size": job.hidden,
         "num_attention_heads": 2,
-        "ffn_hidden_size": FFN,
-        "moe_ffn_hidden_size": FFN,
+        "ffn_hidden_size": job.ffn,
+        "moe_ffn_hidden_size": job.ffn,
         "num_moe_experts": job.num_experts,
         "moe_router_topk": 2,
         "moe_token_dispatcher_type": "alltoall",
@@ -107,7 +112,7 @@ def _config(job: LayerJob) -> Any:
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "bias_activation_fusion": False,
-        # EP accumulates in TE's product, FSSDP through autograd: the same numbers.
+        # As by default in Megatron: TE's products add weights' gradients to main_grad.
         "gradient_accumulation_fusion": True,
     }
     return TransformerConfig(**{**settings, **job.model})
@@ -124,7 +129,8 @@ def _build(job: LayerJob) -> tuple[torch.nn.Module, Any]:
 
     runtime = None
     if job.moe_parallel == "fssdp":
-        runtime = spec.register(FSSDPConfig(moe_parallel="fssdp"))
+        runtime = spec.register(FSSDPConfig(moe_parallel="fssdp", **job.fssdp))
+        runtime.num_microbatches = lambda: job.num_microbatches
     try:
         builder = moe_module_specs.get_moe_module_spec_for_backend(
             TESpecProvider(), num_experts=job.num_experts, moe_grouped_gemm=True
@@ -137,12 +143,13 @@ def _build(job: LayerJob) -> tuple[torch.nn.Module, Any]:
     return layer, runtime
 
 
-def train_layer(job: LayerJob) -> LayerRun:
-    """Train one layer on this rank."""
+def train_layer(job: LayerJob, end_iteration: Callable | None = None) -> LayerRun:
+    """Train one layer on this rank; `end_iteration` is called with layer, runtime and DDP."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
     )
+    from megatron.core.fp8_utils import get_fp8_context
 
     _start(job)
     layer, runtime = _build(job)
@@ -161,12 +168,13 @@ def train_layer(job: LayerJob) -> LayerRun:
         for name, parameter in layer.named_parameters():
             if "bias" in name:  # Megatron starts them at zero
                 parameter.copy_(torch.linspace(-0.5, 0.5, parameter.numel()))
-    model = DistributedDataParallel(layer.config, DistributedDataParallelConfig(), layer)
+    settings = DistributedDataParallelConfig(**job.ddp)
+    model = DistributedDataParallel(layer.config, settings, layer)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
     generator = torch.Generator().manual_seed(100 + dist.get_rank())
 
     def random_rows() -> torch.Tensor:
-        rows = torch.randn(TOKENS, 1, HIDDEN, generator=generator)
+        rows = torch.randn(TOKENS, 1, job.hidden, generator=generator)
         return rows.to(job.params_dtype)
 
     for _ in range(job.iterations):
@@ -175,9 +183,12 @@ def train_layer(job: LayerJob) -> LayerRun:
         layer.set_is_first_microbatch()
         for _ in range(job.num_microbatches):
             rows = random_rows().requires_grad_()
-            output, _ = model(rows)
+            with get_fp8_context(layer.config):
+                output, _ = model(rows)
             (output * random_rows()).sum().backward()
         model.finish_grad_sync()
+        if end_iteration is not None:
+            end_iteration(layer, runtime, model)
         run.outputs.append(output.detach())
         grads = {name: p.main_grad.clone() for name, p in layer.named_parameters()}
         run.grads.append({**grads, "input": rows.grad})
@@ -186,7 +197,7 @@ def train_layer(job: LayerJob) -> LayerRun:
         optimizer.step()
     run.params = {name: p.detach().clone() for name, p in layer.named_parameters()}
     layer.eval()
-    with torch.no_grad():
+    with torch.no_grad(), get_fp8_context(layer.config):
         run.eval_output, _ = layer(random_rows())
     if runtime is not None:
         runtime.close()
@@ -230,6 +241,7 @@ def describe_layer(job: LayerJob) -> dict[str, Any]:
             stock_config={
                 name: getattr(layer.config, name)
                 for name in (
+                    "disable_parameter_transpose_cache",
                     "gradient_accumulation_fusion",
                     "init_model_with_meta_device",
                     "perform_initialization",
@@ -315,6 +327,54 @@ def optimizer_hook_runs() -> bool:
     te.optimizers.FusedAdam([torch.nn.Parameter(torch.zeros(2))]).step()
     hook.remove()
     return steps == [1]
+
+
+def find_gradients(job: LayerJob) -> list[dict[str, int]]:
+    """Train, and tell where TE's products put the weights' gradients, an iteration an entry.
+
+    An entry counts outputs by the memory that they are in, and owned weights whose parameter does
+    not say that its gradient is in main_grad.
+    """
+    _start(job)
+    tex = importlib.import_module("transformer_engine_torch")
+    product = tex.te_general_grouped_gemm
+    outputs: list[torch.Tensor] = []
+
+    def listen(A: Any, transa: bool, B: Any, transb: bool, D: Any, *rest: Any) -> Any:
+        if transb and not transa:  # weights' gradients
+            assert rest[-3], "overwrites main_grad"
+            assert len({out.dtype for out in D}) == 1, "one product, two types"
+            outputs.extend(D)
+        return product(A, transa, B, transb, D, *rest)
+
+    iterations: list[dict[str, int]] = []
+
+    def end_iteration(layer: Any, runtime: Any, model: Any) -> None:
+        homes: dict[int, str] = {}
+        for buffer in model.expert_parallel_buffers:
+            homes[buffer.grad_data.untyped_storage().data_ptr()] = "main_grad"
+        transport = runtime._layers[0].shared.transport
+        for rows in (*transport._sums, transport._scrap):
+            if rows._rows is not None:
+                name = "scrap" if rows is transport._scrap else "sums"
+                homes[rows._rows.untyped_storage().data_ptr()] = name
+        found = dict.fromkeys(("main_grad", "sums", "scrap", "elsewhere", "unmarked"), 0)
+        for out in outputs:
+            found[homes.get(out.untyped_storage().data_ptr(), "elsewhere")] += 1
+        found["unmarked"] = sum(
+            not parameter.grad_added_to_main_grad
+            for name, parameter in layer.experts.named_parameters()
+            if "weight" in name
+        )
+        outputs.clear()
+        iterations.append(found)
+
+    tex.te_general_grouped_gemm = listen
+    try:
+        train_layer(job, end_iteration)
+    finally:
+        tex.te_general_grouped_gemm = product
+    return iterations
 
 
 class TETinyRun(TinyRun):
