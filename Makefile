@@ -22,6 +22,7 @@ lint: setup
 bench: setup
 	@$(PY) benchmarks/layer.py
 	@$(PY) benchmarks/copies.py
+	@$(PY) benchmarks/etp.py
 	@$(PY) benchmarks/resharding.py
 
 bench-planner: setup

@@ -28,6 +28,7 @@ def validate(args: Namespace) -> FSSDPConfig:
     config = FSSDPConfig.from_args(args)
     if config.moe_parallel == "fssdp":
         _check_sizes(config, args.num_experts, args.expert_model_parallel_size)
+        _check_schedule(config, args.moe_token_dispatcher_type)
         config = _resharding(config, args)
         for rule in RULES:
             value = getattr(args, rule.name, None)
@@ -62,6 +63,15 @@ def _check_sizes(config: FSSDPConfig, num_experts: int | None, num_ranks: int) -
             f"--fssdp-num-replica-slots {config.fssdp_num_replica_slots} is more than the "
             f"{num_others} experts that a rank does not own (--num-experts {num_experts}, "
             f"--expert-model-parallel-size {num_ranks}); use 0 to {num_others}."
+        )
+
+
+def _check_schedule(config: FSSDPConfig, dispatcher: str) -> None:
+    if config.fssdp_etp_schedule == "fused" and dispatcher != "alltoall":
+        raise ValueError(
+            "--fssdp-etp-schedule fused is a schedule of the alltoall dispatcher, and "
+            f"--moe-token-dispatcher-type is {dispatcher}; use alltoall, or --fssdp-etp-schedule "
+            "auto."
         )
 
 
