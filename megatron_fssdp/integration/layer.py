@@ -28,10 +28,12 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fssdp.experts.materialize import SlotWeights, Visit
 from megatron_fssdp.experts.routing import share_of, translate_routing
+from megatron_fssdp.integration.fused_dispatch import FusedAlltoAllDispatcher, choose_fused
 from megatron_fssdp.integration.ownership import LayerHomes, Ownership
 from megatron_fssdp.integration.runtime import FSSDPRuntime
 from megatron_fssdp.integration.slot_experts import build_slot_experts
@@ -61,6 +63,9 @@ class FSSDPMoELayer(MoELayer):
         super().__init__(config, submodules, layer_number, groups, is_mtp_layer, **options)
         self._runtime = runtime
         self._groups = groups
+        self._dispatcher_type = type(self.token_dispatcher)
+        # Whether the fused schedule is used; None: asked in the first forward.
+        self._is_fused = self._asks_for_fused(runtime.config.fssdp_etp_schedule)
         shape = _shape(config, runtime, groups.expt_tp.size())
         self._index = runtime.add_layer(config.num_moe_experts, groups.ep, groups.tp_ep, shape)
         self._build_slots(runtime.owners.num_slots(self._index))
@@ -75,18 +80,28 @@ class FSSDPMoELayer(MoELayer):
 
     def _build_slots(self, num_slots: int) -> None:
         """Build what depends on the number of slots; they hold no parameters."""
-        self.token_dispatcher: Any = _build_physical_dispatcher(
-            type(self.token_dispatcher), self.config, num_slots, self._groups
-        )
-        if self.shared_expert_overlap:
-            # It runs inside the dispatcher, between the tokens' messages.
-            self.token_dispatcher.set_shared_experts(self.shared_experts)
+        self._build_dispatcher(num_slots)
         # Kept out of the module tree: state_dict, parameters() and DDP see a stock layer.
         object.__setattr__(
             self,
             "_slot_experts",
             build_slot_experts(self.experts, num_slots, self.submodules.experts, self._groups),
         )
+
+    def _build_dispatcher(self, num_slots: int) -> None:
+        kind = FusedAlltoAllDispatcher if self._is_fused else self._dispatcher_type
+        self.token_dispatcher: Any = _build_physical_dispatcher(
+            kind, self.config, num_slots, self._groups
+        )
+        if self.shared_expert_overlap:
+            # It runs inside the dispatcher, between the tokens' messages.
+            self.token_dispatcher.set_shared_experts(self.shared_experts)
+
+    def _asks_for_fused(self, schedule: str) -> bool | None:
+        is_possible = self._dispatcher_type is MoEAlltoAllTokenDispatcher
+        if self._groups.expt_tp.size() == 1 or not is_possible or schedule == "megatron":
+            return False
+        return True if schedule == "fused" else None
 
     def set_layer_number(self, layer_number: int) -> None:
         """Take the number that the transformer layer gives; messages name it."""
@@ -117,6 +132,11 @@ class FSSDPMoELayer(MoELayer):
         if self._visit is None:
             # Nobody called before the attention: a replay of recompute, a bare layer.
             self._visit = self._launch(step)
+        if self._is_fused is None:
+            num_rows = len(routing_map) * self.config.moe_router_topk
+            layer = self._runtime.layers[self._index]
+            self._is_fused = choose_fused(layer, num_rows, self._device)
+            self._build_dispatcher(self._runtime.owners.num_slots(self._index))
         counts_RZE = self._count(routing_map, self._visit)
         counts_RE = counts_RZE.sum(dim=1)
         if self._runtime.config.fssdp_calibration and self.training:

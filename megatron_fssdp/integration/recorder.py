@@ -44,7 +44,7 @@ class TraceRecorder:
         self._writer: TraceWriter | None = None
         self._lines: TextIO | None = None
         self._moves, self._began_s = moves, time.perf_counter()
-        layers = runtime.layers()
+        layers = runtime.layers
         if not layers or not writes:
             return
         stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -89,7 +89,7 @@ class TraceRecorder:
 
 
 def _describe_start(runtime: FSSDPRuntime) -> dict[str, Any]:
-    config, layers = runtime.config, runtime.layers()
+    config, layers = runtime.config, runtime.layers
     changed = {
         flag_of(each.name): getattr(config, each.name)
         for each in fields(FSSDPConfig)

@@ -165,7 +165,7 @@ def _prepare(model: Any, optimizer: Any) -> None:
     moves = metrics.attach(runtime, runtime.config)
     args, tensorboard, wandb = get_args(), get_tensorboard_writer(), get_wandb_writer()
     if tensorboard is not None or wandb is not None:
-        numbers = [layer.number for layer in runtime.layers()] * args.moe_per_layer_logging
+        numbers = [layer.number for layer in runtime.layers] * args.moe_per_layer_logging
         runtime.listeners.append(
             ScalarWriter(args.tensorboard_log_interval, tensorboard, wandb, moves, numbers)
         )

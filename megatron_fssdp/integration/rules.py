@@ -124,9 +124,17 @@ RULES: tuple[Rule, ...] = (
     Rule(
         flag="--moe-token-dispatcher-type",
         name="moe_token_dispatcher_type",
-        is_bad=lambda value: value not in ("alltoall", "allgather"),
-        reason="its kernels expect the same experts on every rank in every iteration",
-        way_out="use alltoall or allgather",
+        is_bad=lambda value: value not in ("alltoall", "allgather", "flex"),
+        reason="it was not tried with experts that are on other ranks in every iteration",
+        way_out="use alltoall, allgather or flex",
+    ),
+    Rule(
+        flag="--moe-flex-dispatcher-backend",
+        name="moe_flex_dispatcher_backend",
+        is_bad=lambda value: value == "ncclep",
+        reason="it has one number of experts and one limit of tokens for the whole process, and "
+        "the slots of layers differ",
+        way_out="use deepep or hybridep",
     ),
     Rule(
         flag="--moe-latent-size",

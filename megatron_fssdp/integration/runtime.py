@@ -30,7 +30,13 @@ from megatron_fssdp.integration import agreement
 from megatron_fssdp.integration.copies import make_materializer, make_scheduler
 from megatron_fssdp.integration.owners import Owners, is_in_backward, plan_settings
 from megatron_fssdp.integration.records import IterationRecord
-from megatron_fssdp.integration.state import GroupState, LayerState, read_counts, read_traffic
+from megatron_fssdp.integration.state import (
+    GroupState,
+    LayerState,
+    read_counts,
+    read_traffic,
+    replica_bytes,
+)
 from megatron_fssdp.integration.step import LayerStep, calibrate_step
 from megatron_fssdp.planning.cost import LayerShape
 from megatron_fssdp.planning.moves import Homes
@@ -117,30 +123,18 @@ class FSSDPRuntime:
         for ranks in wanted:
             self._groups[ranks].copy_group = made[ranks]
 
-    def most_replicated(self) -> int:
-        """Return how many of its experts of a layer a rank may have to send, at most."""
-        return max(
-            (
-                min(
-                    layer.num_experts // layer.group.size(),
-                    (layer.group.size() - 1) * self.config.fssdp_num_replica_slots,
-                )
-                for layer in self._layers
-            ),
-            default=0,
-        )
-
     def number_layer(self, index: int, number: int) -> None:
         """Give a layer its number in the model, which messages name, before its first forward."""
         self._layers[index].number, self._layers[index].name = number, f"MoE layer {number}"
 
+    @property
+    def layers(self) -> Sequence[LayerState]:
+        """What is kept of each layer, by index."""
+        return self._layers
+
     def layer_shapes(self) -> list[tuple[int, int]]:
         """Return (R, E) of each layer."""
         return [(layer.group.size(), layer.num_experts) for layer in self._layers]
-
-    def layers(self) -> Sequence[LayerState]:
-        """Return the layers, for who reports on them."""
-        return self._layers
 
     def outlook(self) -> tuple[int, list[LayerShape], LinkClass]:
         """Return replica slots, the layers' shapes, and the slowest link class among the groups."""
@@ -341,7 +335,7 @@ class FSSDPRuntime:
             plans,
             list(gathers),
             list(reductions),
-            self._replica_bytes(),
+            replica_bytes(self._layers, self._groups.values()),
             self._plan_s,
             [calibration for layer in layers for calibration in layer.calibrations],
         )
@@ -357,14 +351,6 @@ class FSSDPRuntime:
             layer.num_forwards = 0
             layer.calibrations.clear()
         return mean_counts
-
-    def _replica_bytes(self) -> int:
-        """Memory of all pools and buffers."""
-        materializers = [layer.materializer for layer in self._layers if layer.materializer]
-        pools = {id(each.pool): each.pool for each in materializers}
-        pool_bytes = sum(pool.num_bytes for pool in pools.values())
-        shared = [group.transport for group in self._groups.values() if group.transport]
-        return pool_bytes + sum(transport.num_bytes for transport in shared)
 
     def _plan(self, counts: dict[int, Int64Array]) -> None:
         """Plan all layers of equal shape together, from the loads of one micro-batch."""

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -31,6 +31,8 @@ class GroupState:
     transport: Transport | None = None
     # With --fssdp-rematerialize only.
     pools: dict[LayerShape, ReplicaPool] = field(default_factory=dict)
+    # With expert tensor parallelism: whether layers dispatch by the fused schedule, once known.
+    is_fused: dict[LayerShape, bool] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -81,6 +83,15 @@ def read_traffic(layer: LayerState) -> tuple[Traffic, Traffic]:
     each.gathers.clear()
     each.reductions.clear()
     return result
+
+
+def replica_bytes(layers: Iterable[LayerState], groups: Iterable[GroupState]) -> int:
+    """Memory of all pools and buffers."""
+    materializers = [layer.materializer for layer in layers if layer.materializer]
+    pools = {id(each.pool): each.pool for each in materializers}
+    transports = [group.transport for group in groups if group.transport]
+    pool_bytes = sum(pool.num_bytes for pool in pools.values())
+    return pool_bytes + sum(transport.num_bytes for transport in transports)
 
 
 def read_counts(layers: Sequence[LayerState]) -> tuple[list[Int64Array], list[Int64Array]]:

@@ -25,6 +25,8 @@ from megatron_fssdp.planning.topology import Topology
 TOKEN_TRIPS = 4
 # Work of forward and backward against forward alone: two more products of the same size.
 FORWARD_BACKWARD = 3
+# Public figure of an H100 SXM; until `fssdp calibrate` has measured.
+HBM_BYTES_PER_S = 3.35e12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +81,13 @@ class ComputeRate:
         group_floor_s: the least that one expert's products take, however few its rows.
         rate_by_rows: measured (rows, flop/s), ascending; between them the rate is interpolated,
             and without any it is `flops_per_s`.
+        memory_bytes_per_s: what it reads and writes in its memory, together.
     """
 
     flops_per_s: float
     group_floor_s: float = 0.0
     rate_by_rows: tuple[tuple[int, float], ...] = ()
+    memory_bytes_per_s: float = HBM_BYTES_PER_S
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> ComputeRate:
@@ -93,6 +97,7 @@ class ComputeRate:
             flops_per_s=float(values["flops_per_s"]),
             group_floor_s=float(values.get("group_floor_s", 0.0)),
             rate_by_rows=table,
+            memory_bytes_per_s=float(values.get("memory_bytes_per_s", HBM_BYTES_PER_S)),
         )
 
     def forward_s(self, rows_G: Int64Array, shape: LayerShape) -> float:

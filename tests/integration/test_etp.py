@@ -23,9 +23,15 @@ from tests.integration.test_equality import (
     train,
 )
 from tests.integration.tiny import Job, TinyRun, Trained, merge
-from tests.ranks import a_few, run_ranks
+from tests.pretrain import pretrain
+from tests.ranks import ALL, a_few, run_ranks
 
 TP2_ETP2 = {"tp": 2, "ep": 2, "etp": 2}
+LATENCY, MEMORY = "latency.yaml", "memory.yaml"
+CLUSTERS = {
+    LATENCY: "topology: {ranks_per_node: 1, intra_node: {bytes_per_s: 1.0e+9, latency_s: 1}}",
+    MEMORY: "{topology: {ranks_per_node: 1}, compute: {flops_per_s: 1, memory_bytes_per_s: 1}}",
+}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-ep2-etp2": (4, TP2_ETP2),
     "tp2-ep4-etp1": (4, {"tp": 2, "ep": 4}),
@@ -79,6 +85,54 @@ def test_layouts_equal_ep(world_size: int) -> None:
         for name, tensor in join(merge(got, "params")).items():
             scale = theirs[name].abs().max().item()
             torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-4 * scale, msg=name)
+
+
+FUSED = {
+    "fused": ({}, {"fssdp_etp_schedule": "fused"}, True),
+    "megatron": ({}, {"fssdp_etp_schedule": "megatron"}, False),
+    "fused-tp1-recompute": (
+        {"tp": 1, "model": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}},
+        {"fssdp_etp_schedule": "fused"},
+        True,
+    ),
+    # One message less on a link that waits for a second; or copies that take days.
+    "auto-slow-link": ({}, {"fssdp_cluster": LATENCY}, True),
+    "auto-slow-memory": ({"num_microbatches": 2}, {"fssdp_cluster": MEMORY}, False),
+}
+
+
+def _train_and_tell(jobs: list[Job]) -> tuple[list[Trained], list[list[str]]]:
+    """Train jobs, and tell which dispatchers their layers ended up with."""
+    from megatron_fssdp.integration.layer import FSSDPMoELayer
+
+    results, kinds = [], []
+    for job in jobs:
+        run = TinyRun(job)
+        results.append(run.train())
+        layers = [m for m in run.model[0].modules() if isinstance(m, FSSDPMoELayer)]
+        kinds.append([type(layer.token_dispatcher).__name__ for layer in layers])
+    return results, kinds
+
+
+def test_fused_schedule_equals_ep(tmp_path: Path) -> None:
+    """Partial results add up in another order, nothing else changes; resized layers stay fused."""
+    for name, text in CLUSTERS.items():
+        (tmp_path / name).write_text(text)
+    names, jobs = a_few(list(FUSED), (0, 2, 3, 4)), []
+    for name in names:
+        model, settings, _ = FUSED[name]
+        job = Job(**{"steps": 4, **TP2_ETP2, **model})
+        if cluster := settings.get("fssdp_cluster"):
+            settings = {"fssdp_cluster": str(tmp_path / cluster)}
+        jobs += [job, replace(job, reshard_every=2).as_fssdp(**settings)]
+    answers = run_ranks(4, _train_and_tell, jobs)
+    for number, name in enumerate(names):
+        want, got = ([results[2 * number + k] for results, _ in answers] for k in (0, 1))
+        assert_replicated(got)
+        assert_equal_training(got, want)
+        kind = "FusedAlltoAllDispatcher" if FUSED[name][2] else "MoEAlltoAllTokenDispatcher"
+        for _, kinds in answers:
+            assert kinds[2 * number + 1] == [kind, kind], name
 
 
 @pytest.mark.parametrize("distributed_optimizer", a_few([False, True], (1,)))
@@ -165,6 +219,49 @@ def test_checkpoints_between_layouts(tmp_path: Path) -> None:
         }
         # 2 layers x 8 experts x (3 matrices of 32 x 48), gate and values in one entry.
         assert sum(torch.Size(shape).numel() for shape in experts.values()) == 2 * 8 * 3 * 32 * 48
+
+
+@pytest.mark.skipif(not ALL, reason="FSSDP_ALL=1 starts whole jobs")
+def test_a_job_of_four_ranks_saves_and_resumes_as_plain_ep(tmp_path: Path) -> None:
+    """Through Megatron's command line: ETP is TP by default; saved in parallel, asynchronously."""
+    flags = ("--train-iters", "4", "--micro-batch-size", "1", "--sequence-parallel")
+    layout = ("--tensor-model-parallel-size", "2", "--moe-parallel", "fssdp")
+    save = ("--save", str(tmp_path), "--save-interval", "2", "--async-save")
+    whole = pretrain(*flags, *layout, *save, "--fssdp-check-plans", world_size=4)
+    assert whole.status == 0, whole.output
+    assert "dispatch by --fssdp-etp-schedule" in whole.output
+    layout = ("--expert-model-parallel-size", "4", "--moe-parallel", "ep")
+    resumed = pretrain(*flags, *layout, "--load", str(tmp_path), "--ckpt-step", "2", world_size=4)
+    assert resumed.status == 0, resumed.output
+    assert len(resumed.grad_norms) == 2
+    assert resumed.grad_norms == pytest.approx(whole.grad_norms[2:], abs=0.0011)
+    assert resumed.losses[-1] == pytest.approx(whole.losses[-1], rel=RTOL)
+
+
+def _watch(job: Job) -> tuple[list[Any], list[Any]]:
+    """What plain EP's load log and FSSDP's record count in the first iteration."""
+    from megatron_fssdp.config import FSSDPConfig
+    from megatron_fssdp.integration import metrics
+
+    counts: list[list[Any]] = []
+    for each in (job, job.as_fssdp()):
+        run, seen = TinyRun(each), []
+        runtime = run.runtime if each.moe_parallel == "fssdp" else None
+        if runtime is None:
+            runtime = metrics.watching_runtime(FSSDPConfig())
+            metrics.watch_routers(run.model, runtime)
+        runtime.listeners.append(lambda record, seen=seen: seen.append(record))
+        run.step(0)
+        counts.append([each.tolist() for each in seen[0].counts_LRE])
+        runtime.close()
+    return counts[0], counts[1]
+
+
+def test_loads_are_those_of_all_shards() -> None:
+    """2 layers of 16 x 16 tokens, two experts each; plain EP's load log says the same."""
+    for watched, ours in run_ranks(4, _watch, Job(steps=1, ep=2, etp=2)):
+        assert watched == ours
+        assert [sum(map(sum, counts_RE)) for counts_RE in ours] == [16 * 16 * 2] * 2
 
 
 def _speaking(layout: dict[str, int]) -> tuple[int, bool, tuple[int, ...]]:
