@@ -124,7 +124,7 @@ FEATURES: dict[str, tuple[int, Job]] = {
             ep=2, pp=2, num_layers=4, num_microbatches=2, model={"moe_layer_freq": [0, 1, 1, 0]}
         ),
     ),
-    "jitter-and-fp64-router": (4, double(ep=2, model={"moe_router_dtype": "fp64"})),
+    "input-jitter": (4, double(ep=2, model={"moe_input_jitter_eps": 0.1})),
 }
 
 
