@@ -61,8 +61,7 @@ def restore(runtime: FSSDPRuntime, folder: str | Path) -> str:
 def _entry(data: dict[str, Any] | None) -> ShardedObject:
     stage = parallel_state.get_pipeline_model_parallel_rank()
     replica = parallel_state.get_expert_data_parallel_rank()
-    # The same on all ranks of an expert-parallel group: one of them writes.
-    # Not the dense tensor-parallel rank: with TP 4 and EP 2 some groups have no rank 0 of it.
+    # The same on all ranks that share a plan: one of them writes.
     writer = (
         parallel_state.get_expert_tensor_parallel_rank(),
         parallel_state.get_expert_model_parallel_rank(),
