@@ -27,6 +27,7 @@ bench: setup
 	@$(PY) benchmarks/layer.py
 	@$(PY) benchmarks/nothing_to_gain.py
 	@$(PY) benchmarks/copies.py
+	@$(PY) benchmarks/etp.py
 	@$(PY) benchmarks/resharding.py
 
 bench-planner: setup

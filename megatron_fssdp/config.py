@@ -75,6 +75,12 @@ class FSSDPConfig:
     from there on inside it; gradients are summed inside a node before they cross. auto: whichever
     the cost model finds faster for the layer's plan."""
 
+    fssdp_etp_schedule: Literal["auto", "megatron", "fused"] = "auto"
+    """How the alltoall dispatcher takes tokens to all shards of an expert (expert tensor
+    parallelism). megatron: all-to-all over EP, all-gather over ETP, and the reverse. fused: one
+    all-to-all over both, each way. auto: whichever the cost model finds faster for the layer's
+    sizes."""
+
     fssdp_overlap: Literal["on", "off"] = "on"
     """on: replicas are fetched under the layer's attention, and their gradients return under the
     attention's backward. off: computation waits for each; the results are the same bits."""
@@ -158,6 +164,7 @@ ALLOWED = {
     "fssdp_planner": ("gain", "load"),
     "fssdp_sharding": ("swaps", "load"),
     "fssdp_collectives": ("auto", "flat", "tree"),
+    "fssdp_etp_schedule": ("auto", "megatron", "fused"),
     "fssdp_overlap": ("on", "off"),
     "fssdp_grad_dtype": ("fp32", "param"),
 }

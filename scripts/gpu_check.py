@@ -7,9 +7,12 @@
 Checks, each against the CPU or numpy: the quotas, the routing translation and the grouped GEMM.
 Quotas and translation run under torch's synchronisation guard, which raises where an operation
 waits for the device. Copies on the side stream must give the bits of copies without overlap, and of
-a second process under CUDA_LAUNCH_BLOCKING=1. Prints a table with times at 256 experts, 8 of 256,
-16k tokens, and what the fullest rank's experts take under EP and under FSSDP; exits with 1 if a
-check failed. `--device cpu` runs the same comparisons without the guard.
+a second process under CUDA_LAUNCH_BLOCKING=1. Where DeepEP or HybridEP is installed and there are
+two GPUs, the flex dispatcher must agree with all-to-all; else the table says why not.
+
+Prints a table with times at 256 experts, 8 of 256, 16k tokens, and what the fullest rank's experts
+take under EP and under FSSDP; exits with 1 if a check failed. `--device cpu` runs the same
+comparisons without the guard.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 from gpu_check_copies import check_streams, digest, replayed_shares
+from gpu_check_flex import BUFFERS, check_flex, obstacle
 from rich.console import Console
 from rich.table import Table
 
@@ -200,6 +204,14 @@ def main() -> int:
         ("copies: with and without CUDA_LAUNCH_BLOCKING", check_blocking),
     ):
         is_good, milliseconds = check(device)
+        all_good &= is_good
+        table.add_row(title, "equal" if is_good else "WRONG", f"{milliseconds:.2f}")
+    for backend in BUFFERS:
+        title = f"flex dispatcher, {backend}"
+        if reason := obstacle(backend):
+            table.add_row(title, reason, "")
+            continue
+        is_good, milliseconds = check_flex(backend)
         all_good &= is_good
         table.add_row(title, "equal" if is_good else "WRONG", f"{milliseconds:.2f}")
     Console().print(table)

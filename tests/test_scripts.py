@@ -33,6 +33,9 @@ def test_gpu_check_compares_right_on_a_cpu() -> None:
     assert printed.count("equal") == 5
     assert "WRONG" not in printed
     assert "experts of the fullest rank" in printed
+    for backend in ("deepep", "hybridep"):
+        assert f"flex dispatcher, {backend}" in printed
+    assert printed.count("deep_ep is not installed") == 2
 
 
 def test_layer_benchmark(tmp_path: Path) -> None:

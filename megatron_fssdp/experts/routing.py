@@ -3,12 +3,38 @@
 """From the router's experts to physical ones: which slot each (token, expert) pair goes to.
 
 Shape letters: T tokens of this rank, E experts, I instances of an expert, P physical experts
-(slots of the whole group, rank by rank).
+(slots of the whole group, rank by rank), Z shards of an expert (expert tensor parallelism).
 """
 
 from __future__ import annotations
 
 import torch
+
+
+def share_of(split_EI: torch.Tensor, counts_ZE: torch.Tensor, shard: int) -> torch.Tensor:
+    """Cut one shard's part out of an expert-parallel rank's split.
+
+    With expert tensor parallelism an expert-parallel rank is Z ranks with tokens of their own, that
+    all compute all Z ranks' tokens; so quotas are made for all together. The rank's tokens for an
+    expert lie end to end, shard after shard, against the instances' parts.
+
+    Args:
+        split_EI: (E, I) int64, the tokens of all Z shards for each instance.
+        counts_ZE: (Z, E) int64, the tokens of each shard for each expert; over Z they sum to the
+            rows of `split_EI`.
+        shard: whose part to return.
+
+    Returns:
+        (E, I) int64; each row sums to `counts_ZE[shard]`.
+
+    Example: 5 and 3 tokens of two shards, 6 for the first instance and 2 for the second: [[5, 0]]
+    and [[1, 2]].
+    """
+    end_EI = split_EI.cumsum(dim=1)
+    end_E1 = counts_ZE[: shard + 1].sum(dim=0).unsqueeze(1)
+    start_E1 = end_E1 - counts_ZE[shard].unsqueeze(1)
+    overlap = torch.minimum(end_EI, end_E1) - torch.maximum(end_EI - split_EI, start_E1)
+    return overlap.clamp(min=0)
 
 
 def translate_routing(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_fssdp.config import FSSDPConfig
 from megatron_fssdp.experts.placement import Placement
+from megatron_fssdp.integration.step import LayerStep
 from megatron_fssdp.planning.cost import ComputeRate
 from megatron_fssdp.planning.topology import Topology, read_cluster
 
@@ -42,13 +43,25 @@ def all_agree(is_so: bool, group: dist.ProcessGroup | None = None) -> bool:
     return bool(votes.item())
 
 
-def find_cluster(group: dist.ProcessGroup, config: FSSDPConfig) -> tuple[Topology, ComputeRate]:
-    """Ask every rank of the group for its node; read links and rates from the cluster file.
+def find_cluster(
+    tp_ep_group: dist.ProcessGroup, config: FSSDPConfig, num_ranks: int
+) -> tuple[Topology, ComputeRate]:
+    """Ask every rank for its node; read links and rates from the cluster file.
 
     Collective.
 
     All ranks must agree, or they would make different plans; so a rank's own environment
     (LOCAL_WORLD_SIZE differs between nodes of unequal size) decides nothing.
+
+    Args:
+        tp_ep_group: of expert and expert tensor parallelism together; the shards of an
+            expert-parallel rank follow each other.
+        config: the `--fssdp-*` settings.
+        num_ranks: R, expert-parallel ranks.
+
+    Returns:
+        The expert-parallel ranks' nodes and links (each is where its first shard is), and what a
+        rank computes.
 
     Raises:
         ValueError: on every rank, if the ranks read different cluster files, or one cannot.
@@ -64,7 +77,7 @@ def find_cluster(group: dist.ProcessGroup, config: FSSDPConfig) -> tuple[Topolog
                 rate = ComputeRate.from_mapping(read["compute"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             problem = str(error)
-    answers = gather_objects(((links, rate), mine, problem), group)
+    answers = gather_objects(((links, rate), mine, problem), tp_ep_group)
     for rank, (_, _, found) in enumerate(answers):
         if found:
             raise ValueError(
@@ -77,7 +90,7 @@ def find_cluster(group: dist.ProcessGroup, config: FSSDPConfig) -> tuple[Topolog
             f"--fssdp-cluster {config.fssdp_cluster} differs between the ranks of an "
             "expert-parallel group; give every rank the same file."
         )
-    topology = Topology.from_hosts([host for _, host, _ in answers])
+    topology = Topology.from_hosts([host for _, host, _ in answers[:: len(answers) // num_ranks]])
     if links is not None:
         topology = replace(topology, intra_node=links.intra_node, inter_node=links.inter_node)
     return topology, rate
@@ -146,25 +159,26 @@ def read_owners(path: str) -> dict[int, list[int]]:
 
 
 def peers_of(expert_group: dist.ProcessGroup, replica_group: dist.ProcessGroup) -> list[list[int]]:
-    """Ask for the expert-parallel groups of all expert-data-parallel peers. Collective.
+    """Ask for the expert groups of all expert-data-parallel peers. Collective.
 
     Returns:
-        Global ranks by expert-data-parallel rank, then by expert-parallel rank.
+        Global ranks by expert-data-parallel rank, then by rank in the expert group.
     """
     return gather_objects(dist.get_process_group_ranks(expert_group), replica_group)
 
 
-def check_plans(
-    placements: Sequence[Placement],
-    names: Sequence[str],
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> None:
+def check_plans(steps: Mapping[str, LayerStep], group: dist.ProcessGroup) -> None:
     """Prove that all ranks made the same plans and messages. Collective; one small message.
+
+    Args:
+        steps: of each layer, by its name.
+        group: of expert and expert tensor parallelism together.
 
     Raises:
         RuntimeError: on every rank, with the first difference.
     """
+    names, placements = list(steps), [step.placement for step in steps.values()]
+    device = steps[names[0]].device
     digests = torch.tensor([_digest(p) for p in placements], dtype=torch.int64, device=device)
     everyone = digests.new_empty(group.size() * len(placements))
     dist.all_gather_into_tensor(everyone, digests, group=group)

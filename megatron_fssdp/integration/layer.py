@@ -2,6 +2,9 @@
 
 """FSSDPMoELayer: Megatron's MoE layer with physical expert slots behind its logical experts.
 
+Shape letters: T tokens of this rank, E experts, R expert-parallel ranks, Z shards of an expert (the
+ranks of expert tensor parallelism), I instances of an expert.
+
 Router, aux losses, shared experts, token dispatcher and expert module are Megatron's. Between the
 router and the dispatcher the routing map is translated from logical experts to slots, and the
 experts compute with the slots' weights. What is added to a stock forward, in order:
@@ -25,10 +28,12 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fssdp.experts.materialize import SlotWeights, Visit
-from megatron_fssdp.experts.routing import translate_routing
+from megatron_fssdp.experts.routing import share_of, translate_routing
+from megatron_fssdp.integration.fused_dispatch import FusedAlltoAllDispatcher, choose_fused
 from megatron_fssdp.integration.ownership import LayerHomes, Ownership
 from megatron_fssdp.integration.runtime import FSSDPRuntime
 from megatron_fssdp.integration.slot_experts import build_slot_experts
@@ -56,10 +61,12 @@ class FSSDPMoELayer(MoELayer):
         groups = pg_collection if pg_collection is not None else get_default_pg_collection()
         super().__init__(config, submodules, layer_number, groups, is_mtp_layer, name)
         self._runtime = runtime
-        self._index = runtime.add_layer(
-            config.num_moe_experts, self.ep_group, "a MoE layer", _shape(config, runtime)
-        )
         self._groups = groups
+        self._dispatcher_type = type(self.token_dispatcher)
+        # Whether the fused schedule is used; None: asked in the first forward.
+        self._is_fused = self._asks_for_fused(runtime.config.fssdp_etp_schedule)
+        shape = _shape(config, runtime, groups.expt_tp.size())
+        self._index = runtime.add_layer(config.num_moe_experts, groups.ep, groups.tp_ep, shape)
         self._build_slots(runtime.owners.num_slots(self._index))
         runtime.owners.own(
             self._index, LayerHomes(self.experts, self._slot_experts), self._build_slots
@@ -72,18 +79,28 @@ class FSSDPMoELayer(MoELayer):
 
     def _build_slots(self, num_slots: int) -> None:
         """Build what depends on the number of slots; they hold no parameters."""
-        self.token_dispatcher: Any = _build_physical_dispatcher(
-            type(self.token_dispatcher), self.config, num_slots, self._groups
-        )
-        if self.shared_expert_overlap:
-            # It runs inside the dispatcher, between the tokens' messages.
-            self.token_dispatcher.set_shared_experts(self.shared_experts)
+        self._build_dispatcher(num_slots)
         # Kept out of the module tree: state_dict, parameters() and DDP see a stock layer.
         object.__setattr__(
             self,
             "_slot_experts",
             build_slot_experts(self.experts, num_slots, self.submodules.experts, self._groups),
         )
+
+    def _build_dispatcher(self, num_slots: int) -> None:
+        kind = FusedAlltoAllDispatcher if self._is_fused else self._dispatcher_type
+        self.token_dispatcher: Any = _build_physical_dispatcher(
+            kind, self.config, num_slots, self._groups
+        )
+        if self.shared_expert_overlap:
+            # It runs inside the dispatcher, between the tokens' messages.
+            self.token_dispatcher.set_shared_experts(self.shared_experts)
+
+    def _asks_for_fused(self, schedule: str) -> bool | None:
+        is_possible = self._dispatcher_type is MoEAlltoAllTokenDispatcher
+        if self._groups.expt_tp.size() == 1 or not is_possible or schedule == "megatron":
+            return False
+        return True if schedule == "fused" else None
 
     def set_layer_number(self, layer_number: int) -> None:
         """Take the number that the transformer layer gives; messages name it."""
@@ -114,13 +131,22 @@ class FSSDPMoELayer(MoELayer):
         if self._visit is None:
             # Nobody called before the attention: a replay of recompute, a bare layer.
             self._visit = self._launch(step)
-        counts_RE = self._count(routing_map, self._visit)
+        if self._is_fused is None:
+            num_rows = len(routing_map) * self.config.moe_router_topk
+            layer = self._runtime.layers[self._index]
+            self._is_fused = choose_fused(layer, num_rows, self._device)
+            self._build_dispatcher(self._runtime.owners.num_slots(self._index))
+        counts_RZE = self._count(routing_map, self._visit)
+        counts_RE = counts_RZE.sum(dim=1)
         if self._runtime.config.fssdp_calibration and self.training:
             step = self._runtime.calibrate(self._index, counts_RE)
             self._visit.move_to(step.placement)
         split_EI, loads_R = step.split(counts_RE)
         if self.training:
             self._runtime.record(self._index, counts_RE, loads_R)
+        if counts_RZE.shape[1] > 1:
+            mine_ZE, shard = counts_RZE[self._groups.ep.rank()], self._groups.expt_tp.rank()
+            split_EI = share_of(split_EI, mine_ZE, shard)
         routing_map, probs = translate_routing(
             routing_map, probs, split_EI, step.physical_EI, step.num_physical
         )
@@ -147,7 +173,7 @@ class FSSDPMoELayer(MoELayer):
 
     def _count(self, routing_map: torch.Tensor, visit: Visit) -> torch.Tensor:
         try:
-            return gather_counts(routing_map, self.ep_group)
+            return gather_counts(routing_map, self._groups.tp_ep, self._groups.ep.size())
         except RuntimeError as error:
             # A rank that died breaks this exchange first; copies under way tell who it was.
             visit.wait()
@@ -199,7 +225,7 @@ class FSSDPMoELayer(MoELayer):
                     hook(module, ())
 
 
-def _shape(config: TransformerConfig, runtime: FSSDPRuntime) -> LayerShape:
+def _shape(config: TransformerConfig, runtime: FSSDPRuntime, num_shards: int) -> LayerShape:
     """Read a layer's sizes off Megatron's settings."""
     width = config.params_dtype.itemsize
     return LayerShape(
@@ -209,6 +235,7 @@ def _shape(config: TransformerConfig, runtime: FSSDPRuntime) -> LayerShape:
         param_bytes=width,
         grad_bytes=max(width, 4) if runtime.config.fssdp_grad_dtype == "fp32" else width,
         activation_bytes=width,
+        num_shards=num_shards,
     )
 
 
@@ -227,9 +254,21 @@ def _build_physical_dispatcher(
     )
 
 
-def gather_counts(routing_map_TE: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return (R, E) int64, the tokens that every rank of the group routes to every expert."""
+def gather_counts(
+    routing_map_TE: torch.Tensor, tp_ep_group: dist.ProcessGroup, num_ranks: int
+) -> torch.Tensor:
+    """Ask every rank how many tokens it routes to every expert. Collective.
+
+    Args:
+        routing_map_TE: (T, E) bool, this rank's.
+        tp_ep_group: of expert and expert tensor parallelism together; an expert-parallel rank's
+            shards follow each other.
+        num_ranks: R, expert-parallel ranks.
+
+    Returns:
+        (R, Z, E) int64, of the Z shards of each expert-parallel rank.
+    """
     counts_E = routing_map_TE.sum(dim=0, dtype=torch.int64)
-    counts = counts_E.new_empty(group.size() * counts_E.numel())
-    dist.all_gather_into_tensor(counts, counts_E, group=group)
-    return counts.view(group.size(), -1)
+    counts = counts_E.new_empty(tp_ep_group.size() * counts_E.numel())
+    dist.all_gather_into_tensor(counts, counts_E, group=tp_ep_group)
+    return counts.view(num_ranks, -1, counts_E.numel())

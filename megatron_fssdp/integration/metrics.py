@@ -177,11 +177,14 @@ def watch_routers(model: Iterable[torch.nn.Module], runtime: FSSDPRuntime) -> No
         for layer in chunk.modules():
             if isinstance(layer, MoELayer):
                 name = f"MoE layer {layer.layer_number}"
-                index = runtime.add_layer(layer.config.num_moe_experts, layer.ep_group, name, None)
-                layer.router.register_forward_hook(_counting(runtime, index, layer.ep_group))
+                groups = layer.ep_group, layer.token_dispatcher.tp_ep_group
+                index = runtime.add_layer(layer.config.num_moe_experts, *groups, None, name)
+                layer.router.register_forward_hook(_counting(runtime, index, *groups))
 
 
-def _counting(runtime: FSSDPRuntime, index: int, group: dist.ProcessGroup) -> Any:
+def _counting(
+    runtime: FSSDPRuntime, index: int, group: dist.ProcessGroup, tp_ep_group: dist.ProcessGroup
+) -> Any:
     def hook(
         router: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
@@ -189,7 +192,7 @@ def _counting(runtime: FSSDPRuntime, index: int, group: dist.ProcessGroup) -> An
             return
         _, routing_map = output
         step = runtime.begin_forward(index, routing_map.device)
-        counts_RE = gather_counts(routing_map, group)
+        counts_RE = gather_counts(routing_map, tp_ep_group, group.size()).sum(dim=1)
         runtime.record(index, counts_RE, step.split(counts_RE)[1])
 
     return hook
@@ -199,7 +202,7 @@ def _speaks_for_stage() -> bool:
     return (
         parallel_state.get_expert_model_parallel_rank() == 0
         and parallel_state.get_expert_data_parallel_rank() == 0
-        and parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_expert_tensor_parallel_rank() == 0
     )
 
 

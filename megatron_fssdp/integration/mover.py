@@ -50,8 +50,10 @@ class Mover:
     Attributes:
         ownership: whose experts.
         optimizer: Megatron's.
-        group: all ranks of the expert-parallel and expert-data-parallel groups.
-        rank_at: global rank by (expert-data-parallel rank, expert-parallel rank).
+        group: all ranks of the expert-parallel, expert-tensor-parallel and expert-data-parallel
+            groups: they decide together.
+        rank_at: global rank by (expert-data-parallel rank, expert-parallel rank), of those with
+            this rank's shard of the experts.
         replica: this rank's expert-data-parallel rank.
     """
 

@@ -37,7 +37,7 @@ def describe(runtime: FSSDPRuntime) -> str:
     kept = sum(weights) + (sum(grads) if num_micro > 1 else max(grads, default=0))
     turns = slots * max(both, default=0)
     # An owner packs what it sends and receives its experts' gradients, a layer at a time.
-    landing = runtime.most_replicated() * max(both, default=0)
+    landing = _most_replicated(runtime) * max(both, default=0)
     once_s = link.time_s(sum(weights)) + link.time_s(sum(grads))
     often_s = num_micro * (2 * link.time_s(sum(weights)) + link.time_s(sum(grads)))
     this, change, other = "kept", "give", "re-materialized"
@@ -50,3 +50,10 @@ def describe(runtime: FSSDPRuntime) -> str:
         f"to {landing / 1e6:.0f} MB more. This run: {this} ({change} --fssdp-rematerialize for "
         f"{other})"
     )
+
+
+def _most_replicated(runtime: FSSDPRuntime) -> int:
+    """Return how many of its experts of a layer a rank may have to send, at most."""
+    slots = runtime.config.fssdp_num_replica_slots
+    sizes = [(layer.num_experts, layer.group.size()) for layer in runtime.layers]
+    return max((min(experts // ranks, (ranks - 1) * slots) for experts, ranks in sizes), default=0)

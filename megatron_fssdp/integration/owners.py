@@ -96,10 +96,14 @@ class Owners:
             replica_group: the expert-data-parallel group.
             sync_parameters: completes a gather of parameters that is under way; None: none is.
         """
-        rows: list[Any] = []
+        rows, everyone = [], []
         if self._layers:
-            rows = agreement.peers_of(self._layers[0].group, replica_group)
-        everyone = sorted(rank for row in rows for rank in row)
+            layer = self._layers[0]
+            blocks = agreement.peers_of(layer.tp_ep_group, replica_group)
+            # All shards of an expert move together, each among the ranks that hold its like.
+            everyone = sorted(rank for block in blocks for rank in block)
+            shard = layer.tp_ep_group.rank() % layer.num_shards
+            rows = [block[shard :: layer.num_shards] for block in blocks]
         made = agreement.make_groups([everyone] if everyone else [], "FSSDP_MOVES")
         for layer in self._layers:
             ownership = layer.ownership

@@ -20,7 +20,7 @@ class Traffic:
 
     Attributes:
         near_bytes, far_bytes: sent inside nodes, and between them, by all ranks of the
-            expert-parallel group together.
+            expert-parallel group (and its expert-tensor-parallel peers) together.
         total_s: seconds that this rank's collectives took.
         exposed_s: seconds that this rank's computation waited for them.
     """
@@ -37,12 +37,23 @@ class Traffic:
 
     @classmethod
     def of(
-        cls, ran: Sequence[tuple[Schedule, int]], meter: Meter, node_of_rank: Sequence[int]
+        cls,
+        ran: Sequence[tuple[Schedule, int]],
+        meter: Meter,
+        node_of_rank: Sequence[int],
+        num_senders: int = 1,
     ) -> Traffic:
-        """Sum what ran: schedules, and the bytes of each of their messages."""
+        """Sum what ran: schedules, and the bytes of each of their messages.
+
+        Args:
+            ran: schedules, with the bytes of a message.
+            meter: what they took.
+            node_of_rank: (R,) the node of each rank.
+            num_senders: groups that ran the same, with messages of the same size.
+        """
         total_s, exposed_s = meter.read()
-        far = sum(schedule.num_far(node_of_rank) * size for schedule, size in ran)
-        every = sum(len(schedule.copies) * size for schedule, size in ran)
+        far = num_senders * sum(schedule.num_far(node_of_rank) * size for schedule, size in ran)
+        every = num_senders * sum(len(schedule.copies) * size for schedule, size in ran)
         return cls(near_bytes=every - far, far_bytes=far, total_s=total_s, exposed_s=exposed_s)
 
     def __add__(self, other: Traffic) -> Traffic:
@@ -74,7 +85,8 @@ class IterationRecord:
 
     Attributes:
         iteration: iterations that this process had begun before it.
-        counts_LRE: int64, tokens by layer, source rank and expert, all micro-batches.
+        counts_LRE: int64, tokens by layer, source rank and expert, all micro-batches; with expert
+            tensor parallelism, those of all ranks that share the source's experts.
         loads_LR: int64, tokens that each rank computed.
         plans: the layers' plans.
         gathers: the parameters that went to replicas, by layer.

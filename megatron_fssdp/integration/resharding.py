@@ -85,13 +85,13 @@ class Resharder:
 
         Args:
             load_LE: (L, E) int64, recent tokens of each expert in a micro-batch of this rank's
-                expert-parallel group; the groups' are summed.
+                expert-parallel group and its expert-tensor-parallel peers; the groups' are summed.
         """
         device = self.mover.ownership.weights(0)[0].device
         loads = torch.from_numpy(np.ascontiguousarray(load_LE)).to(device)
-        # Every rank of an expert-parallel group counts its group's loads once.
+        # Every rank of such a group counts the group's loads once.
         dist.all_reduce(loads, group=self.mover.group)
-        total_LE = loads.cpu().numpy() // len(self.mover.rank_at[0])
+        total_LE = loads.cpu().numpy() // (self.mover.group.size() // len(self.mover.rank_at))
         owner_LE = self.mover.ownership.owner_LE
         new_LE = self._agree(self._choose(total_LE, owner_LE), device)
         saved_s = saved_by_owners(

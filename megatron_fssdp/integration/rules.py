@@ -124,9 +124,17 @@ RULES: tuple[Rule, ...] = (
     Rule(
         flag="--moe-token-dispatcher-type",
         name="moe_token_dispatcher_type",
-        is_bad=lambda value: value not in ("alltoall", "allgather"),
-        reason="its kernels expect the same experts on every rank in every iteration",
-        way_out="use alltoall or allgather",
+        is_bad=lambda value: value not in ("alltoall", "allgather", "flex"),
+        reason="it was not tried with experts that are on other ranks in every iteration",
+        way_out="use alltoall, allgather or flex",
+    ),
+    Rule(
+        flag="--moe-flex-dispatcher-backend",
+        name="moe_flex_dispatcher_backend",
+        is_bad=lambda value: value == "ncclep",
+        reason="it has one number of experts and one limit of tokens for the whole process, and "
+        "the slots of layers differ",
+        way_out="use deepep or hybridep",
     ),
     Rule(
         flag="--moe-latent-size",
@@ -180,17 +188,10 @@ RULES: tuple[Rule, ...] = (
     ),
     # The experts' weights are not one plain tensor per expert on each rank.
     Rule(
-        flag="--expert-tensor-parallel-size",
-        name="expert_tensor_parallel_size",
-        is_bad=_is_above_1,
-        reason="a replica is a whole expert",
-        way_out="use 1 (its default is --tensor-model-parallel-size)",
-    ),
-    Rule(
         flag="--expert-tensor-parallel-num-weight-shards",
         name="expert_gtp_weight_remat_size",
         is_bad=_is_above_1,
-        reason="a replica is a whole expert",
+        reason="an expert's weights are gathered anew for each use, and freed",
         way_out=_DROP,
     ),
     Rule(

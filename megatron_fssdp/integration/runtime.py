@@ -30,7 +30,13 @@ from megatron_fssdp.integration import agreement
 from megatron_fssdp.integration.copies import make_materializer, make_scheduler
 from megatron_fssdp.integration.owners import Owners, is_in_backward, plan_settings
 from megatron_fssdp.integration.records import IterationRecord
-from megatron_fssdp.integration.state import GroupState, LayerState, read_counts, read_traffic
+from megatron_fssdp.integration.state import (
+    GroupState,
+    LayerState,
+    read_counts,
+    read_traffic,
+    replica_bytes,
+)
 from megatron_fssdp.integration.step import LayerStep, calibrate_step
 from megatron_fssdp.planning.cost import LayerShape
 from megatron_fssdp.planning.moves import Homes
@@ -65,7 +71,6 @@ class FSSDPRuntime:
     _optimizers: set[int] | None = None
     _groups: dict[tuple[int, ...], GroupState] = field(default_factory=dict)
     _plan_s: float = 0.0
-
     owners: Owners = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,20 +89,28 @@ class FSSDPRuntime:
                 group.transport.lane.close()
 
     def add_layer(
-        self, num_experts: int, group: dist.ProcessGroup, name: str, shape: LayerShape | None
+        self,
+        num_experts: int,
+        group: dist.ProcessGroup,
+        tp_ep_group: dist.ProcessGroup,
+        shape: LayerShape | None,
+        name: str = "a MoE layer",
     ) -> int:
-        """Register a MoE layer and return its index. Collective over the group.
+        """Register a MoE layer and return its index. Collective over `tp_ep_group`.
 
         Args:
             num_experts: E.
             group: the expert-parallel group.
-            name: in messages.
+            tp_ep_group: its ranks with their expert-tensor-parallel peers.
             shape: its sizes; None: the layer is only watched.
+            name: in messages.
         """
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in self._groups:
-            self._groups[ranks] = GroupState(*agreement.find_cluster(group, self.config))
-        self._layers.append(LayerState(name, num_experts, group, self._groups[ranks], shape))
+            cluster = agreement.find_cluster(tp_ep_group, self.config, group.size())
+            self._groups[ranks] = GroupState(*cluster)
+        shared = self._groups[ranks]
+        self._layers.append(LayerState(name, num_experts, group, tp_ep_group, shared, shape))
         return len(self._layers) - 1
 
     def make_copy_groups(self) -> None:
@@ -110,22 +123,14 @@ class FSSDPRuntime:
         for ranks in wanted:
             self._groups[ranks].copy_group = made[ranks]
 
-    def most_replicated(self) -> int:
-        """Return how many of its experts of a layer a rank may have to send, at most."""
-        return max(
-            (
-                min(
-                    layer.num_experts // layer.group.size(),
-                    (layer.group.size() - 1) * self.config.fssdp_num_replica_slots,
-                )
-                for layer in self._layers
-            ),
-            default=0,
-        )
-
     def number_layer(self, index: int, number: int) -> None:
         """Give a layer its number in the model, which messages name, before its first forward."""
         self._layers[index].number, self._layers[index].name = number, f"MoE layer {number}"
+
+    @property
+    def layers(self) -> Sequence[LayerState]:
+        """What is kept of each layer, by index."""
+        return self._layers
 
     def layer_shapes(self) -> list[tuple[int, int]]:
         """Return (R, E) of each layer."""
@@ -330,7 +335,7 @@ class FSSDPRuntime:
             plans,
             list(gathers),
             list(reductions),
-            self._replica_bytes(),
+            replica_bytes(self._layers, self._groups.values()),
             self._plan_s,
             [calibration for layer in layers for calibration in layer.calibrations],
         )
@@ -346,14 +351,6 @@ class FSSDPRuntime:
             layer.num_forwards = 0
             layer.calibrations.clear()
         return mean_counts
-
-    def _replica_bytes(self) -> int:
-        """Memory of all pools and buffers."""
-        materializers = [layer.materializer for layer in self._layers if layer.materializer]
-        pools = {id(each.pool): each.pool for each in materializers}
-        pool_bytes = sum(pool.num_bytes for pool in pools.values())
-        shared = [group.transport for group in self._groups.values() if group.transport]
-        return pool_bytes + sum(transport.num_bytes for transport in shared)
 
     def _plan(self, counts: dict[int, Int64Array]) -> None:
         """Plan all layers of equal shape together, from the loads of one micro-batch."""
@@ -389,7 +386,5 @@ class FSSDPRuntime:
             # Made here, with the plan: the first forward would wait for it.
             _ = layer.step.placement.schedule
         if self.config.fssdp_check_plans:
-            device = layers[0].step.device if layers[0].step else torch.device("cpu")
-            names = [layer.name for layer in layers]
-            placements = [layer.step.placement for layer in layers if layer.step is not None]
-            agreement.check_plans(placements, names, layers[0].group, device)
+            steps = {layer.name: layer.step for layer in layers if layer.step is not None}
+            agreement.check_plans(steps, layers[0].tp_ep_group)

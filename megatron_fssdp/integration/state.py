@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -31,6 +31,8 @@ class GroupState:
     transport: Transport | None = None
     # With --fssdp-rematerialize only.
     pools: dict[LayerShape, ReplicaPool] = field(default_factory=dict)
+    # With expert tensor parallelism: whether layers dispatch by the fused schedule, once known.
+    is_fused: dict[LayerShape, bool] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -40,6 +42,8 @@ class LayerState:
     name: str
     num_experts: int
     group: dist.ProcessGroup
+    # The expert-parallel and expert-tensor-parallel ranks: those that need the same plans.
+    tp_ep_group: dist.ProcessGroup
     shared: GroupState
     shape: LayerShape | None
     # The layer's number in the model, from 1; 0 until it is told.
@@ -58,17 +62,36 @@ class LayerState:
     materializer: Materializer | None = None
     calibrations: list[Calibration] = field(default_factory=list)
 
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share an expert (expert tensor parallelism)."""
+        return self.tp_ep_group.size() // self.group.size()
+
 
 def read_traffic(layer: LayerState) -> tuple[Traffic, Traffic]:
     """Read a layer's accounts, and start them anew."""
     each = layer.materializer
     if each is None:
         return Traffic(), Traffic()
-    of = partial(Traffic.of, node_of_rank=layer.shared.topology.node_of_rank)
+    # Every shard's ranks send their own.
+    of = partial(
+        Traffic.of,
+        node_of_rank=layer.shared.topology.node_of_rank,
+        num_senders=layer.num_shards,
+    )
     result = of(each.gathers, each.gather_meter), of(each.reductions, each.reduce_meter)
     each.gathers.clear()
     each.reductions.clear()
     return result
+
+
+def replica_bytes(layers: Iterable[LayerState], groups: Iterable[GroupState]) -> int:
+    """Memory of all pools and buffers."""
+    materializers = [layer.materializer for layer in layers if layer.materializer]
+    pools = {id(each.pool): each.pool for each in materializers}
+    transports = [group.transport for group in groups if group.transport]
+    pool_bytes = sum(pool.num_bytes for pool in pools.values())
+    return pool_bytes + sum(transport.num_bytes for transport in transports)
 
 
 def read_counts(layers: Sequence[LayerState]) -> tuple[list[Int64Array], list[Int64Array]]:

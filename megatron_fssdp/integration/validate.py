@@ -29,6 +29,7 @@ def validate(args: Namespace) -> FSSDPConfig:
     if config.moe_parallel == "fssdp":
         _check_sizes(config, args.num_experts, args.expert_model_parallel_size)
         _check_sequence_parallel(args)
+        _check_schedule(config, args.moe_token_dispatcher_type)
         config = _resharding(config, args)
         for rule in RULES:
             value = getattr(args, rule.name, None)
@@ -73,6 +74,15 @@ def _check_sequence_parallel(args: Namespace) -> None:
             f"--moe-parallel fssdp does not work with --tensor-model-parallel-size {size} without "
             "--sequence-parallel: Megatron's MoE layers refuse to train so; add "
             "--sequence-parallel."
+        )
+
+
+def _check_schedule(config: FSSDPConfig, dispatcher: str) -> None:
+    if config.fssdp_etp_schedule == "fused" and dispatcher != "alltoall":
+        raise ValueError(
+            "--fssdp-etp-schedule fused is a schedule of the alltoall dispatcher, and "
+            f"--moe-token-dispatcher-type is {dispatcher}; use alltoall, or --fssdp-etp-schedule "
+            "auto."
         )
 
 

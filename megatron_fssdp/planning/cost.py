@@ -25,6 +25,8 @@ from megatron_fssdp.planning.topology import Topology
 TOKEN_TRIPS = 4
 # Work of forward and backward against forward alone: two more products of the same size.
 FORWARD_BACKWARD = 3
+# Public figure of an H100 SXM; until `fssdp calibrate` has measured.
+HBM_BYTES_PER_S = 3.35e12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +35,12 @@ class LayerShape:
 
     Attributes:
         hidden_size: width of a token.
-        ffn_size: width inside an expert.
+        ffn_size: width inside an expert, of all its shards together.
         num_matrices: weight matrices of an expert: 3 with a gated activation, else 2.
         param_bytes: bytes of one parameter that is sent to a replica.
         grad_bytes: bytes of one gradient that comes back.
         activation_bytes: bytes of one number of a token.
+        num_shards: ranks that share an expert (expert tensor parallelism).
     """
 
     hidden_size: int
@@ -46,20 +49,21 @@ class LayerShape:
     param_bytes: int = 2
     grad_bytes: int = 2
     activation_bytes: int = 2
+    num_shards: int = 1
 
     @property
     def num_params(self) -> int:
-        """Parameters of one expert."""
-        return self.num_matrices * self.hidden_size * self.ffn_size
+        """Parameters that a rank holds of one expert: its shard's."""
+        return self.num_matrices * self.hidden_size * self.ffn_size // self.num_shards
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert's parameters."""
+        """Bytes that a rank holds of one expert's parameters."""
         return self.num_params * self.param_bytes
 
     @property
     def replica_bytes(self) -> int:
-        """Bytes that one replica sends in an iteration: parameters there, gradients back."""
+        """Bytes that one replica's shard sends: parameters there, gradients back."""
         return self.num_params * (self.param_bytes + self.grad_bytes)
 
     @property
@@ -77,11 +81,13 @@ class ComputeRate:
         group_floor_s: the least that one expert's products take, however few its rows.
         rate_by_rows: measured (rows, flop/s), ascending; between them the rate is interpolated,
             and without any it is `flops_per_s`.
+        memory_bytes_per_s: what it reads and writes in its memory, together.
     """
 
     flops_per_s: float
     group_floor_s: float = 0.0
     rate_by_rows: tuple[tuple[int, float], ...] = ()
+    memory_bytes_per_s: float = HBM_BYTES_PER_S
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> ComputeRate:
@@ -91,6 +97,7 @@ class ComputeRate:
             flops_per_s=float(values["flops_per_s"]),
             group_floor_s=float(values.get("group_floor_s", 0.0)),
             rate_by_rows=table,
+            memory_bytes_per_s=float(values.get("memory_bytes_per_s", HBM_BYTES_PER_S)),
         )
 
     def forward_s(self, rows_G: Int64Array, shape: LayerShape) -> float:
@@ -161,7 +168,10 @@ def layer_cost(
     """
     tokens_RR = token_traffic(counts_RE, quota_EI, plan, topology.node_of_rank)
     is_far_RR = topology.node_R[:, None] != topology.node_R
-    one_way_s = _transfer_s(tokens_RR * shape.row_bytes, is_far_RR, topology)
+    # Each shard's ranks send their own tokens, and then share what they received.
+    one_way_s = _transfer_s(tokens_RR * shape.row_bytes // shape.num_shards, is_far_RR, topology)
+    fullest = int(rank_loads(quota_EI, plan).max())
+    one_way_s += _share_s(fullest * shape.row_bytes, shape.num_shards, topology)
     copies_RR = replica_traffic(plan, topology)
     replicas_s = _transfer_s(copies_RR * shape.replica_bytes, is_far_RR, topology)
     most_replicas = int((copies_RR.sum(axis=0)).max())
@@ -195,6 +205,13 @@ def _transfer_s(bytes_RR: Int64Array, is_far_RR: Int64Array, topology: Topology)
         if fullest:
             seconds = max(seconds, link.time_s(fullest))
     return seconds
+
+
+def _share_s(num_bytes: int, num_shards: int, topology: Topology) -> float:
+    """Seconds to gather the tokens that a rank's shards received, on their node; or to scatter."""
+    if num_shards == 1:
+        return 0.0
+    return topology.intra_node.time_s(num_bytes * (num_shards - 1) / num_shards)
 
 
 def token_traffic(
@@ -304,6 +321,8 @@ def saved_s(
     """Seconds by which a plan shortens the fullest rank's tokens and products."""
     link = topology.inter_node if topology.num_nodes > 1 else topology.intra_node
     fewer = int(rank_loads(old_EI, old).max()) - int(rank_loads(new_EI, new).max())
-    per_token_s = TOKEN_TRIPS * shape.row_bytes / link.bytes_per_s
+    shard_bytes = shape.row_bytes / shape.num_shards
+    per_token_s = TOKEN_TRIPS * shard_bytes / link.bytes_per_s
+    per_token_s += TOKEN_TRIPS * (shape.row_bytes - shard_bytes) / topology.intra_node.bytes_per_s
     per_token_s += FORWARD_BACKWARD * 2.0 * shape.num_params / rate.flops_per_s
     return fewer * per_token_s

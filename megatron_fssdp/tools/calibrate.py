@@ -65,6 +65,7 @@ def calibrate(
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     compute = measure_products(hidden_size, ffn_size, rows)
+    compute["memory_bytes_per_s"] = measure_memory(4 * large_bytes)
     hosts = [socket.gethostname()]
     links: dict[str, LinkClass] = {}
     if dist.is_initialized():
@@ -113,6 +114,15 @@ def measure_products(hidden_size: int, ffn_size: int, rows: Sequence[int]) -> di
         "group_floor_s": 3 * min(seconds),
         "rate_by_rows": rates,
     }
+
+
+def measure_memory(num_bytes: int) -> float:
+    """Measure the bytes a second that a copy of `num_bytes` reads and writes, together."""
+    source = torch.zeros(
+        num_bytes, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    target = torch.empty_like(source)
+    return 2 * num_bytes / _median_s(lambda: target.copy_(source))
 
 
 def measure_links(large_bytes: int) -> tuple[list[str], dict[str, LinkClass]]:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fssdp.experts.routing import translate_routing
+from megatron_fssdp.experts.routing import share_of, translate_routing
 
 
 def test_worked_example() -> None:
@@ -63,3 +63,33 @@ def test_gradient_reaches_the_router() -> None:
     assert probs.grad is not None
     # Token 0 went to physical 0 (weight 0), token 1 to physical 2 (weight 5) and 1 (weight 4).
     assert probs.grad.tolist() == [[0.0, 1.0], [5.0, 4.0]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    num_shards=st.integers(1, 4),
+    num_experts=st.integers(1, 6),
+    num_instances=st.integers(1, 4),
+)
+def test_shards_take_all_of_a_split(
+    seed: int, num_shards: int, num_experts: int, num_instances: int
+) -> None:
+    """The shards' parts have their own tokens in the rows, and add up to the split."""
+    generator = torch.Generator().manual_seed(seed)
+    counts_ZE = torch.randint(0, 9, (num_shards, num_experts), generator=generator)
+    left_E, parts = counts_ZE.sum(0), []
+    for _ in range(num_instances - 1):
+        parts.append((torch.rand(num_experts, generator=generator) * (left_E + 1)).long())
+        left_E = left_E - parts[-1]
+    split_EI = torch.stack([*parts, left_E], dim=1)
+    shares = [share_of(split_EI, counts_ZE, shard) for shard in range(num_shards)]
+    assert torch.equal(torch.stack(shares).sum(0), split_EI)
+    assert torch.equal(torch.stack(shares).sum(2), counts_ZE)
+    assert min(share.min() for share in shares) >= 0
+
+
+def test_a_split_of_two_shards_by_hand() -> None:
+    split_EI, counts_ZE = torch.tensor([[6, 2]]), torch.tensor([[5], [3]])
+    assert share_of(split_EI, counts_ZE, 0).tolist() == [[5, 0]]
+    assert share_of(split_EI, counts_ZE, 1).tolist() == [[1, 2]]

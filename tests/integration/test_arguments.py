@@ -24,6 +24,7 @@ FLAGS = {
     "--fssdp-sharding": "swaps",
     "--fssdp-owners": None,
     "--fssdp-collectives": "auto",
+    "--fssdp-etp-schedule": "auto",
     "--fssdp-overlap": "on",
     "--fssdp-rematerialize": False,
     "--fssdp-calibration": False,
@@ -67,13 +68,14 @@ def test_values_are_plain_and_typed(parser: ArgumentParser) -> None:
         " --fssdp-overlap-degree 4 --fssdp-ranks-per-node 8 --fssdp-planner load"
         " --fssdp-balance-tolerance 0.1 --fssdp-log-plan 10 --fssdp-load-log runs/x"
         " --fssdp-reshard-interval 50 --fssdp-sharding load --fssdp-owners o.json"
-        " --fssdp-collectives tree --fssdp-overlap off --fssdp-rematerialize --fssdp-calibration"
+        " --fssdp-collectives tree --fssdp-etp-schedule fused"
+        " --fssdp-overlap off --fssdp-rematerialize --fssdp-calibration"
         " --fssdp-grad-dtype param --fssdp-cluster c.yaml --fssdp-check-plans"
     )
     config = FSSDPConfig.from_args(parser.parse_args(words.split()))
     values = [getattr(config, field.name) for field in fields(config)]
     ours = ["fssdp", 3, "sliding", 7, "4", 8, "load", 0.1]
-    copies = [50, "load", "o.json", "tree", "off", True, True, "param", "c.yaml", True]
+    copies = [50, "load", "o.json", "tree", "fused", "off", True, True, "param", "c.yaml", True]
     assert values == [*ours, *copies, 10, "runs/x"]
     assert {type(value) for value in values} == {str, int, float, bool}
     assert config.overlap_degree == 4
@@ -116,6 +118,7 @@ def test_parser_refuses(
         ({"moe_parallel": "dp"}, "--moe-parallel is 'dp'; use ep or fssdp."),
         ({"fssdp_grad_dtype": "bf16"}, "--fssdp-grad-dtype is 'bf16'; use fp32 or param."),
         ({"fssdp_collectives": "ring"}, "use auto or flat or tree."),
+        ({"fssdp_etp_schedule": "best"}, "use auto or megatron or fused."),
         ({"fssdp_planner": "best"}, "--fssdp-planner is 'best'; use gain or load."),
     ],
 )

@@ -18,7 +18,7 @@ def _nodes(per_node: int | None) -> tuple[int, ...]:
     from megatron_fssdp.integration.runtime import FSSDPRuntime
 
     runtime = FSSDPRuntime(FSSDPConfig(fssdp_ranks_per_node=per_node))
-    runtime.add_layer(8, dist.group.WORLD, "a layer", None)
+    runtime.add_layer(8, dist.group.WORLD, dist.group.WORLD, None)
     return runtime._layers[0].shared.topology.node_of_rank
 
 
@@ -65,7 +65,7 @@ def _read_cluster(path: str) -> Any:
     from megatron_fssdp.integration.runtime import FSSDPRuntime
 
     runtime = FSSDPRuntime(FSSDPConfig(fssdp_cluster=path.format(rank=dist.get_rank())))
-    runtime.add_layer(8, dist.group.WORLD, "a layer", None)
+    runtime.add_layer(8, dist.group.WORLD, dist.group.WORLD, None)
     shared = runtime._layers[0].shared
     return shared.topology.inter_node.bytes_per_s, shared.rate.flops_per_s
 

@@ -25,7 +25,7 @@ BAD = {
     "moe_expert_rank_capacity_factor": "--moe-expert-rank-capacity-factor 1.5",
     "moe_router_padding_for_quantization": "--moe-router-padding-for-quantization",
     "moe_router_padding_for_fp8": "--moe-router-padding-for-fp8",
-    "moe_token_dispatcher_type": "--moe-token-dispatcher-type flex",
+    "moe_flex_dispatcher_backend": "--moe-flex-dispatcher-backend ncclep",
     "moe_latent_size": "--moe-latent-size 64",
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
     "delay_wgrad_compute": "--delay-wgrad-compute",
@@ -35,7 +35,6 @@ BAD = {
     "cuda_graph_impl": "--cuda-graph-impl transformer_engine",
     "offload_modules": "--offload-modules core_attn expert_fc1",
     "moe_paged_stash": "--moe-paged-stash",
-    "expert_tensor_parallel_size": "--expert-tensor-parallel-size 2",
     "moe_single_grouped_weight": "--moe-single-grouped-weight",
     "moe_single_grouped_bias": "--moe-single-grouped-bias",
     "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser",
@@ -49,8 +48,9 @@ BAD = {
     "hybrid_context_parallel": "--hybrid-context-parallel",
     "optimizer": "--optimizer muon",
 }
-# Megatron's validate_args computes it; its flag has another field.
-COMPUTED = {"expert_gtp_weight_remat_size"}
+# Megatron's validate_args computes the first; its flag has another field. Of the second every value
+# of this Megatron works.
+COMPUTED = {"expert_gtp_weight_remat_size", "moe_token_dispatcher_type"}
 
 
 @pytest.fixture(scope="module")
@@ -174,3 +174,10 @@ def test_owners_may_change_by_default(parser: ArgumentParser) -> None:
         assert validate(parser.parse_args(f"{GOOD} {flags}".split())).reshard_interval == 100
     flags = "--save x --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
     assert validate(parser.parse_args(f"{GOOD} {flags}".split())).reshard_interval == 100
+
+
+def test_the_fused_schedule_needs_the_alltoall_dispatcher(parser: ArgumentParser) -> None:
+    fused = f"{MOE} --expert-tensor-parallel-size 2 --fssdp-etp-schedule fused"
+    with pytest.raises(ValueError, match="--moe-token-dispatcher-type is allgather; use alltoall"):
+        validate(parser.parse_args(f"{fused} --moe-token-dispatcher-type allgather".split()))
+    validate(parser.parse_args(f"{fused} --moe-token-dispatcher-type alltoall".split()))

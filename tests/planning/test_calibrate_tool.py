@@ -24,6 +24,7 @@ def test_two_ranks_measure_their_link(tmp_path):
     assert topology.inter_node == NETWORK
     rate = ComputeRate.from_mapping(values["compute"])
     assert [rows for rows, _ in rate.rate_by_rows] == [1, 8]
+    assert rate.memory_bytes_per_s == values["compute"]["memory_bytes_per_s"] > 0
     assert rate.flops_per_s == max(rate for _, rate in rate.rate_by_rows)
 
 

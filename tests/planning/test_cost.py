@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -51,6 +53,24 @@ def test_a_layer_by_hand():
     assert cost.total_s == pytest.approx(10.6)
     assert cost.token_bytes == 4 * 60
     assert cost.replica_bytes == 0
+
+
+def test_a_layer_of_two_shards_by_hand():
+    """The layer of `test_a_layer_by_hand`, every expert cut in two.
+
+    Tokens: a shard's rank sends half of 60 bytes over the slow link: 1.3 s; the two share rank 1's
+    7 rows of 20 bytes, half of it over the fast link: 0.07 s. Products and a replica's bytes halve.
+    """
+    topology = Topology((0, 1), intra_node=FAST, inter_node=SLOW)
+    shape = replace(SHAPE, num_shards=2)
+    assert shape.expert_bytes == 100
+    assert shape.replica_bytes == 200
+    plan = make_plan([0, 1], [], num_ranks=2, num_slots=1)
+    counts_RE = np.array([[4, 3], [0, 4]])
+    cost = layer_cost(counts_RE, balance(counts_RE, plan, (0, 1)), plan, topology, shape, RATE)
+    assert cost.tokens_s == pytest.approx(4 * (1.3 + 0.07))
+    assert cost.gemm_s == pytest.approx(2.1)
+    assert cost.token_bytes == 4 * 60
 
 
 def test_replicas_cost_and_hide():
