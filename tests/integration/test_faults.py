@@ -253,8 +253,13 @@ def test_overlapped_shared_experts_change_no_bit_of_the_forward() -> None:
     model = {"moe_shared_expert_intermediate_size": 24}
     job = Job(ep=2, steps=4, model=model).as_fssdp()
     overlap = replace(job, model={**model, "moe_shared_expert_overlap": True})
-    ranks = run_ranks(2, _shared_experts, [job, overlap])
-    for off, on in ranks:
+    # Moving experts builds the dispatcher anew: it must get its shared experts again.
+    moving = replace(overlap, reshard_every=2)
+    ranks = run_ranks(2, _shared_experts, [job, overlap, moving])
+    for off, on, _ in ranks:
         assert on.losses[:2] == off.losses[:2]
         assert on.losses == pytest.approx(off.losses, rel=RTOL)
-    assert_equal_training([on for _, on in ranks], [off for off, _ in ranks])
+    off, on, moved = ([of_rank[kind] for of_rank in ranks] for kind in range(3))
+    assert_equal_training(on, off)
+    assert moved[0].reshards
+    assert_equal_training(moved, off)

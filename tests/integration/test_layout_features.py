@@ -14,8 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.deep_ep_stub.install import install
 from tests.integration.double import in_double
 from tests.integration.shards import join
+from tests.integration.test_equality import assert_equal_training, assert_replicated
 from tests.integration.test_layouts import (
     MLA,
     SHARED,
@@ -24,7 +26,7 @@ from tests.integration.test_layouts import (
     double,
     train_in_double,
 )
-from tests.integration.tiny import Job, TinyRun, merge
+from tests.integration.tiny import Job, TinyRun, Trained, merge, run_many
 from tests.ranks import a_few, run_ranks
 
 AUX = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
@@ -104,6 +106,10 @@ FEATURES: dict[str, tuple[int, Job]] = {
         4,
         double(ep=2, tp=2, model={**SHARED["overlap"], "moe_shared_expert_gate": True}),
     ),
+    "shared-expert-overlap-etp": (
+        4,
+        double(ep=2, etp=2, model=SHARED["overlap"], fssdp={"fssdp_etp_schedule": "fused"}),
+    ),
     "recompute-moe_act": (4, double(ep=2, model={**SELECTIVE, "recompute_modules": ["moe_act"]})),
     "recompute-shared_experts": (
         4,
@@ -124,7 +130,7 @@ FEATURES: dict[str, tuple[int, Job]] = {
             ep=2, pp=2, num_layers=4, num_microbatches=2, model={"moe_layer_freq": [0, 1, 1, 0]}
         ),
     ),
-    "jitter-and-fp64-router": (4, double(ep=2, model={"moe_router_dtype": "fp64"})),
+    "input-jitter": (4, double(ep=2, model={"moe_input_jitter_eps": 0.1})),
 }
 
 
@@ -167,6 +173,27 @@ def test_aux_losses_do_not_depend_on_stages() -> None:
     for name, tensor in merge(one, "grads").items():
         error = (gradients[name] - tensor).abs().max().item()
         assert error <= TOLERANCE * tensor.abs().max().item(), name
+
+
+def _train_with_flex(jobs: list[Job]) -> list[Trained]:
+    install()
+    return run_many(jobs)
+
+
+def test_flex_with_capacity_and_overlapped_shared_expert() -> None:
+    """In fp32, as in test_equality: the stand-in for DeepEP's kernels takes no fp64."""
+    model = {
+        **SHARED["overlap"],
+        "moe_expert_capacity_factor": 0.8,
+        "moe_flex_dispatcher_backend": "deepep",
+        "moe_flex_dispatcher_num_sms": 16,
+        "moe_router_dtype": "fp32",
+    }
+    job = Job(ep=4, steps=3, dispatcher="flex", model=model)
+    ranks = run_ranks(4, _train_with_flex, [job, job.as_fssdp()])
+    want, got = ([of_rank[kind] for of_rank in ranks] for kind in (0, 1))
+    assert_replicated(got)
+    assert_equal_training(got, want)
 
 
 @pytest.mark.skipif(

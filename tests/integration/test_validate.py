@@ -128,7 +128,7 @@ def test_sizes(flags: str, message: str, parser: ArgumentParser) -> None:
 
 
 def test_tensor_parallel_needs_sequence_parallel(parser: ArgumentParser) -> None:
-    """Megatron's layer says so in its first forward (Megatron-LM#1587, fault 41); we at the start."""
+    """Megatron says so in the first forward (Megatron-LM#1587, fault 41), we at the start."""
     words = f"{GOOD} --tensor-model-parallel-size 2"
     with pytest.raises(ValueError, match="size 2 without --sequence-parallel"):
         validate(parser.parse_args(words.split()))
