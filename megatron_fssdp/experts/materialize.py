@@ -214,6 +214,11 @@ class Visit:
         self.materializer.hold(self.placement)
         self.materializer.pool.wait()
 
+    @property
+    def version(self) -> tuple[int, Placement]:
+        """What is equal for two visits whose slots hold the same weights."""
+        return self.materializer.pool.generation, self.placement
+
     def replicas(self) -> list[torch.Tensor]:
         """Return the W weights of each slot that holds a replica, end to end.
 

@@ -160,9 +160,14 @@ class LentRows:
 
 
 class ReplicaPool:
-    """Rows for the replicas of one placement at a time. See the note above."""
+    """Rows for the replicas of one placement at a time. See the note above.
+
+    Attributes:
+        generation: grows when parameters change.
+    """
 
     def __init__(self, num_rows: int) -> None:
+        self.generation = 0
         self._num_rows = num_rows
         self._buffer = RowBuffer()
         self._layer: object = None
@@ -230,6 +235,7 @@ class ReplicaPool:
         """Parameters have changed: what is here is old."""
         self.wait()
         self._layer = self._placement = None
+        self.generation += 1
 
     @property
     def num_bytes(self) -> int:

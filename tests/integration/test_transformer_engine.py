@@ -157,12 +157,16 @@ def test_slots_own_nothing(run_with_te: Callable, biases: bool, on_cpu: bool) ->
         assert facts["fused"] == [True, True]
         assert facts["stock_fused"] == [True, True]
         assert facts["stock_config"] == {
-            "disable_parameter_transpose_cache": False,
             "gradient_accumulation_fusion": True,
             "init_model_with_meta_device": False,
             "perform_initialization": True,
             "use_cpu_initialization": on_cpu,
         }
+
+
+def test_gpu_check_compares_right_on_a_cpu(run_with_te: Callable) -> None:
+    (rows,) = run_with_te(1, jobs.check_on_one_device)
+    assert [(is_right, reason) for _, is_right, reason in rows] == [(True, "")] * 4
 
 
 def test_slots_draw_no_random_numbers(run_with_te: Callable) -> None:

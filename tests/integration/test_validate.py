@@ -24,8 +24,6 @@ BAD = {
     "moe_expert_capacity_factor": "--moe-expert-capacity-factor 1.5",
     "moe_pad_expert_input_to_capacity": "--moe-pad-expert-input-to-capacity",
     "moe_expert_rank_capacity_factor": "--moe-expert-rank-capacity-factor 1.5",
-    "moe_router_padding_for_quantization": "--moe-router-padding-for-quantization",
-    "moe_router_padding_for_fp8": "--moe-router-padding-for-fp8",
     "moe_token_dispatcher_type": "--moe-token-dispatcher-type flex",
     "moe_latent_size": "--moe-latent-size 64",
     "moe_shared_expert_overlap": "--moe-shared-expert-overlap",
@@ -42,7 +40,8 @@ BAD = {
     "moe_single_grouped_bias": "--moe-single-grouped-bias",
     "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser",
     "moe_mlp_glu_interleave_size": "--moe-mlp-glu-interleave-size 32",
-    "fp8": "--fp8-format hybrid",
+    "fp8_recipe": "--fp8-format hybrid --fp8-recipe delayed",
+    "fp8_param_gather": "--fp8-param-gather",
     "fp4": "--fp4-format e2m1",
     "te_precision_config_file": "--te-precision-config-file x.yaml",
     "optimizer_cuda_graph": "--optimizer-cuda-graph",
@@ -154,6 +153,15 @@ def test_state_that_is_kept_by_place_needs_fixed_owners(
     assert validate(parser.parse_args(words.split())).reshard_interval == 0
     assert named in capsys.readouterr().out
     validate(parser.parse_args(f"{words} --fssdp-reshard-interval 0".split()))
+
+
+def test_fp8_recipes_without_state_are_accepted(parser: ArgumentParser) -> None:
+    """Delayed scaling, Megatron's default, is meant by --fp8-format alone, and by it only."""
+    for recipe in ("tensorwise", "blockwise", "mxfp8"):
+        validate(parser.parse_args(f"{GOOD} --fp8-format hybrid --fp8-recipe {recipe}".split()))
+    validate(parser.parse_args(f"{GOOD} --fp8-recipe delayed".split()))
+    with pytest.raises(ValueError, match="--fp8-format hybrid --fp8-recipe delayed"):
+        validate(parser.parse_args(f"{GOOD} --fp8-format hybrid".split()))
 
 
 def test_owners_of_a_file_need_owners_that_may_change(parser: ArgumentParser) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import pickle
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -197,6 +199,7 @@ def train_layer(job: LayerJob, end_iteration: Callable | None = None) -> LayerRu
         optimizer.step()
     run.params = {name: p.detach().clone() for name, p in layer.named_parameters()}
     layer.eval()
+    layer.set_is_first_microbatch()
     with torch.no_grad(), get_fp8_context(layer.config):
         run.eval_output, _ = layer(random_rows())
     if runtime is not None:
@@ -241,7 +244,6 @@ def describe_layer(job: LayerJob) -> dict[str, Any]:
             stock_config={
                 name: getattr(layer.config, name)
                 for name in (
-                    "disable_parameter_transpose_cache",
                     "gradient_accumulation_fusion",
                     "init_model_with_meta_device",
                     "perform_initialization",
@@ -375,6 +377,32 @@ def find_gradients(job: LayerJob) -> list[dict[str, int]]:
     finally:
         tex.te_general_grouped_gemm = product
     return iterations
+
+
+def count_quantized_weights(job: LayerJob) -> list[int]:
+    """Train in fp8, and tell how many weights TE quantizes in each iteration."""
+    _start(job)
+    tex = importlib.import_module("transformer_engine_torch")
+    quantize = tex.quantize
+    counts = [0]
+
+    def listen(*args: Any) -> Any:
+        counts[-1] += 1
+        return quantize(*args)
+
+    tex.quantize = listen
+    try:
+        train_layer(job, lambda *unused: counts.append(0))
+    finally:
+        tex.quantize = quantize
+    return counts[:-1]
+
+
+def check_on_one_device() -> list[tuple[str, bool | None, str]]:
+    """Run what scripts/gpu_check.py checks of TE's experts."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+    gpu_check_te = importlib.import_module("gpu_check_te")
+    return list(gpu_check_te.check_te(torch.device("cpu")))
 
 
 class TETinyRun(TinyRun):
