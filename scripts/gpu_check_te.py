@@ -5,13 +5,14 @@
 Slots, two of them owned, two replicas, one empty, against the stock TEGroupedMLP of all four
 experts: outputs, the rows' gradients, and weights' gradients that TE adds in place, over two
 micro-batches; then again with other weights and the replicas in each other's slots. In bf16 and in
-each fp8 format that the device has; the rows of no expert are a multiple of what fp8 needs.
+each fp8 format that the device has, from bf16 parameters and from fp8 ones, whose replicas must
+have the owner's bits. The rows of no expert are a multiple of what fp8 needs.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -22,8 +23,9 @@ import torch.distributed as dist
 from megatron_fssdp.collectives.lanes import Lane, Meter, Pending, make_lane
 from megatron_fssdp.experts.gradients import GradientSums
 from megatron_fssdp.experts.materialize import Materializer
+from megatron_fssdp.experts.packing import pack, packed_bytes
 from megatron_fssdp.experts.placement import Placement
-from megatron_fssdp.experts.replicas import LentRows, ReplicaPool, Transport, read, write
+from megatron_fssdp.experts.replicas import LentRows, ReplicaPool, Transport, read
 from megatron_fssdp.planning.plan import EMPTY, LayerPlan
 
 HIDDEN, FFN, EXPERTS, NUM_MICROBATCHES = 256, 512, 4, 2
@@ -47,7 +49,7 @@ class _PlayedPeer(Transport):
     def gather(self, schedule: Any, owned: Any, received: Any, meter: Meter, name: str) -> Pending:
         def run() -> None:
             for slot, row in received.items():
-                write(row, self._experts[self.expert_of[slot]])
+                pack(row, self._experts[self.expert_of[slot]])
 
         return self.lane.start(run, meter)
 
@@ -96,8 +98,9 @@ def find_formats() -> dict[str, str]:
 class Check:
     """The stock experts, and slots on them, in one format."""
 
-    def __init__(self, device: torch.device, recipe: str) -> None:
+    def __init__(self, device: torch.device, recipe: str, *, in_fp8: bool = False) -> None:
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+        from megatron.core.fp8_utils import get_fp8_context
         from megatron.core.models.gpt import moe_module_specs
         from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
@@ -108,15 +111,17 @@ class Check:
         build = moe_module_specs.get_moe_module_spec_for_backend(
             TESpecProvider(), num_experts=EXPERTS, moe_grouped_gemm=True
         )
-        layer = build(_config(recipe)).to(device)
-        self.config, self.stock = layer.config, layer.experts
-        self.slots = build_slot_experts(
-            layer.experts, len(SLOTS[0]), layer.submodules.experts, get_default_pg_collection()
-        )
+        config = _config(recipe, in_fp8=in_fp8)
+        with get_fp8_context(config, is_init=True):
+            layer = build(config).to(device)
+            self.config, self.stock = layer.config, layer.experts
+            self.slots = build_slot_experts(
+                layer.experts, len(SLOTS[0]), layer.submodules.experts, get_default_pg_collection()
+            )
         self.experts = [self.slots.home_weights(expert) for expert in range(EXPERTS)]
         for parameter in layer.experts.parameters():
             # As Megatron's DDP does.
-            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+            parameter.main_grad = torch.zeros(parameter.shape, device=device)
             parameter.grad_added_to_main_grad = False
         self.peer = _PlayedPeer(make_lane(device, overlap=True), dict(enumerate(self.experts)))
         self.materializer = Materializer(
@@ -124,6 +129,7 @@ class Check:
             ReplicaPool(len(SLOTS[0]) - 2),
             sums=GradientSums(True, lambda: NUM_MICROBATCHES, self.slots.in_place),
         )
+        self.has_owners_bits = True
         self.generator = torch.Generator().manual_seed(0)
 
     def _random(self, *shape: int) -> torch.Tensor:
@@ -150,6 +156,8 @@ class Check:
             visit = self.materializer.launch(placement, owned, owned[0], is_trained=True)
             weights = visit.arrive()
             visit.wait()
+            for slot, expert in placement.replica_of_slot.items():
+                self.has_owners_bits &= _bits(weights[slot]) == _bits(self.experts[expert])
             output = self.slots(rows, counts, probs, weights, visit.version)
             visit.guard(output, weights)
             return output
@@ -206,7 +214,7 @@ class Check:
             with torch.no_grad():
                 for parameter in self.stock.parameters():
                     parameter.copy_(self._random(*parameter.shape) * 0.05)
-        return True
+        return self.has_owners_bits
 
     def _clear(self) -> None:
         for parameter in self.stock.parameters():
@@ -220,6 +228,13 @@ class Check:
     def close(self) -> None:
         """End the threads."""
         self.peer.lane.close()
+
+
+def _bits(weights: Sequence[torch.Tensor]) -> list[int]:
+    """Return what an expert's weights are made of, quantized or not, as bytes."""
+    row = torch.zeros(packed_bytes(weights), dtype=torch.uint8, device=weights[0].device)
+    pack(row, weights)
+    return row.tolist()
 
 
 def _is_close(got: torch.Tensor, want: torch.Tensor) -> bool:
@@ -245,10 +260,10 @@ def _start(device: torch.device) -> None:
         tensor_parallel.model_parallel_cuda_manual_seed(5, force_reset_rng=True)
 
 
-def _config(recipe: str) -> Any:
+def _config(recipe: str, *, in_fp8: bool) -> Any:
     from megatron.core.transformer import TransformerConfig
 
-    fp8 = {"fp8": "e4m3", "fp8_recipe": recipe} if recipe else {}
+    fp8 = {"fp8": "e4m3", "fp8_recipe": recipe, "fp8_param": in_fp8} if recipe else {}
     return TransformerConfig(
         num_layers=1,
         hidden_size=HIDDEN,
@@ -275,12 +290,13 @@ def check_te(device: torch.device) -> Iterator[tuple[str, bool | None, str]]:
     if not formats:
         yield "TE's experts", None, "transformer-engine is not installed"
     for recipe, reason in formats.items():
-        title = f"TE's experts in {recipe or 'bf16'}, slots and gradients in place"
-        if reason:
-            yield title, None, reason
-            continue
-        check = Check(device, recipe)
-        try:
-            yield title, check.is_right(), ""
-        finally:
-            check.close()
+        for in_fp8 in (False, True) if recipe else (False,):
+            title = f"TE's experts in {recipe or 'bf16'}, {'fp8' if in_fp8 else 'bf16'} parameters"
+            if reason:
+                yield title, None, reason
+                continue
+            check = Check(device, recipe, in_fp8=in_fp8)
+            try:
+                yield title, check.is_right(), ""
+            finally:
+                check.close()

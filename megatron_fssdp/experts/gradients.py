@@ -151,7 +151,7 @@ class GradientSums:
         if any(self.in_place):
             weights = (*template, *(weight for expert in contents.owned for weight in expert))
             dtype = next((w.main_grad.dtype for w in weights if hasattr(w, "main_grad")), dtype)
-        return template[0].detach().new_empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device=template[0].device)
 
     def settle(self, name: str) -> None:
         """End an iteration; parameters are about to change.

@@ -166,7 +166,7 @@ def test_slots_own_nothing(run_with_te: Callable, biases: bool, on_cpu: bool) ->
 
 def test_gpu_check_compares_right_on_a_cpu(run_with_te: Callable) -> None:
     (rows,) = run_with_te(1, jobs.check_on_one_device)
-    assert [(is_right, reason) for _, is_right, reason in rows] == [(True, "")] * 4
+    assert [(is_right, reason) for _, is_right, reason in rows] == [(True, "")] * 7
 
 
 def test_slots_draw_no_random_numbers(run_with_te: Callable) -> None:

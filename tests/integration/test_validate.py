@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from types import SimpleNamespace
 
 import pytest
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_fssdp.config import FSSDPConfig
 from megatron_fssdp.integration.arguments import add_arguments
 from megatron_fssdp.integration.rules import RULES
+from megatron_fssdp.integration.slot_experts import build_slot_experts
 from megatron_fssdp.integration.validate import validate
 
 MOE = "--moe-parallel fssdp --num-experts 8 --expert-model-parallel-size 4"
@@ -162,6 +165,14 @@ def test_fp8_recipes_without_state_are_accepted(parser: ArgumentParser) -> None:
     validate(parser.parse_args(f"{GOOD} --fp8-recipe delayed".split()))
     with pytest.raises(ValueError, match="--fp8-format hybrid --fp8-recipe delayed"):
         validate(parser.parse_args(f"{GOOD} --fp8-format hybrid".split()))
+
+
+def test_fp8_needs_transformer_engines_experts() -> None:
+    """Ours would compute SequentialMLP's experts in bf16, and say nothing."""
+    experts = SequentialMLP.__new__(SequentialMLP)
+    object.__setattr__(experts, "config", SimpleNamespace(fp8="hybrid"))
+    with pytest.raises(ValueError, match="--moe-grouped-gemm"):
+        build_slot_experts(experts, 4, None, None)
 
 
 def test_owners_of_a_file_need_owners_that_may_change(parser: ArgumentParser) -> None:

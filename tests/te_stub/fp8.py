@@ -172,6 +172,14 @@ def dequantize(operand: Any, *, columnwise: bool) -> torch.Tensor:
     return matrix * _spread(scale_inv, block, matrix.shape)
 
 
+def fp8_transpose(
+    data: torch.Tensor, dtype: Any, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return quantized data transposed."""
+    transposed = data.t().contiguous()
+    return transposed if out is None else out.copy_(transposed)
+
+
 def split_quantize(
     tensor: torch.Tensor, sizes: list[int], quantizers: list[Any], **unused: Any
 ) -> list[Any]:
@@ -211,3 +219,9 @@ def make_available() -> None:
         if getattr(quantization, name) is not None:
             raise RuntimeError(f"TE has asked for {name} already")
         setattr(quantization, name, (True, ""))
+    # It moves MXFP8 to a CUDA device before it reads its values.
+    storage = importlib.import_module("transformer_engine.pytorch.tensor.storage")
+    from_mxfp8 = storage.mxfp8_tensor_storage._FromMXFP8Func
+    from_mxfp8.forward = staticmethod(
+        lambda unused, tensor, dtype: dequantize(tensor, columnwise=False).to(dtype)
+    )

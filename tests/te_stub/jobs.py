@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from tests.integration.tiny import Job, TinyRun, Trained
 
-TOKENS = 40
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerJob:
@@ -28,6 +26,7 @@ class LayerJob:
     num_experts: int = 8
     hidden: int = 16
     ffn: int = 24
+    tokens: int = 40  # of each rank
     iterations: int = 3
     num_microbatches: int = 1
     params_dtype: torch.dtype = torch.float32
@@ -123,6 +122,7 @@ def _config(job: LayerJob) -> Any:
 def _build(job: LayerJob) -> tuple[torch.nn.Module, Any]:
     """Build the layer from Megatron's own spec; returns it and the runtime (None for EP)."""
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from megatron.core.fp8_utils import get_fp8_context
     from megatron.core.models.gpt import moe_module_specs
     from megatron.core.transformer.moe.experts import TEGroupedMLP
 
@@ -137,7 +137,9 @@ def _build(job: LayerJob) -> tuple[torch.nn.Module, Any]:
         builder = moe_module_specs.get_moe_module_spec_for_backend(
             TESpecProvider(), num_experts=job.num_experts, moe_grouped_gemm=True
         )
-        layer = builder(_config(job))
+        config = _config(job)
+        with get_fp8_context(config, is_init=True):
+            layer = builder(config)
     finally:
         spec.unregister()
     assert isinstance(layer.experts, TEGroupedMLP)
@@ -176,7 +178,7 @@ def train_layer(job: LayerJob, end_iteration: Callable | None = None) -> LayerRu
     generator = torch.Generator().manual_seed(100 + dist.get_rank())
 
     def random_rows() -> torch.Tensor:
-        rows = torch.randn(TOKENS, 1, job.hidden, generator=generator)
+        rows = torch.randn(job.tokens, 1, job.hidden, generator=generator)
         return rows.to(job.params_dtype)
 
     for _ in range(job.iterations):
@@ -195,9 +197,9 @@ def train_layer(job: LayerJob, end_iteration: Callable | None = None) -> LayerRu
         grads = {name: p.main_grad.clone() for name, p in layer.named_parameters()}
         run.grads.append({**grads, "input": rows.grad})
         for parameter in layer.parameters():
-            parameter.grad = parameter.main_grad.to(parameter.dtype) / TOKENS
+            parameter.grad = parameter.main_grad.to(parameter.dtype) / job.tokens
         optimizer.step()
-    run.params = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    run.params = {name: _plain(p).clone() for name, p in layer.named_parameters()}
     layer.eval()
     layer.set_is_first_microbatch()
     with torch.no_grad(), get_fp8_context(layer.config):
@@ -205,6 +207,12 @@ def train_layer(job: LayerJob, end_iteration: Callable | None = None) -> LayerRu
     if runtime is not None:
         runtime.close()
     return run
+
+
+def _plain(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the values of a parameter, which may be in fp8."""
+    with torch.no_grad():
+        return parameter.dequantize() if hasattr(parameter, "get_metadata") else parameter.detach()
 
 
 def train_layers(jobs: list[LayerJob]) -> list[LayerRun]:

@@ -16,6 +16,7 @@ import torch
 from tests.te_stub.fp8 import (
     bgrad_quantize,
     dequantize,
+    fp8_transpose,
     fused_multi_row_padding,
     fused_multi_row_unpadding,
     is_quantized,
@@ -27,6 +28,7 @@ from tests.te_stub.fp8 import (
 __all__ = [
     "DType",
     "bgrad_quantize",
+    "fp8_transpose",
     "fused_multi_row_padding",
     "fused_multi_row_unpadding",
     "generic_gemm",
