@@ -3,7 +3,7 @@
 """What `gpu_check.py` checks of Transformer Engine's experts on one GPU, without a second rank.
 
 Slots, two of them owned, two replicas, one empty, against the stock TEGroupedMLP of all four
-experts: outputs, the rows' gradients, and weights' gradients that TE adds in place, over two
+experts: outputs, the rows' gradients, and weights' gradients that TE adds in place, over three
 micro-batches; then again with other weights and the replicas in each other's slots. In bf16 and in
 each fp8 format that the device has, from bf16 parameters and from fp8 ones, whose replicas must
 have the owner's bits. The rows of no expert are a multiple of what fp8 needs.
@@ -28,8 +28,9 @@ from megatron_fssdp.experts.placement import Placement
 from megatron_fssdp.experts.replicas import LentRows, ReplicaPool, Transport, read
 from megatron_fssdp.planning.plan import EMPTY, LayerPlan
 
-HIDDEN, FFN, EXPERTS, NUM_MICROBATCHES = 256, 512, 4, 2
-ROWS_E = (100, 0, 33, 7)
+HIDDEN, FFN, EXPERTS = 256, 512, 4
+# Rows of each expert in each micro-batch; none at all in the last.
+ROWS_BE = ((100, 0, 33, 7), (0, 64, 7, 0), (0, 0, 0, 0))
 OWNER = np.array([0, 0, 1, 1])
 # Of rank 0: it owns experts 0 and 1.
 SLOTS = ((0, 1, 2, 3, EMPTY), (0, 1, 3, 2, EMPTY))
@@ -127,7 +128,7 @@ class Check:
         self.materializer = Materializer(
             self.peer,
             ReplicaPool(len(SLOTS[0]) - 2),
-            sums=GradientSums(True, lambda: NUM_MICROBATCHES, self.slots.in_place),
+            sums=GradientSums(True, lambda: len(ROWS_BE), self.slots.in_place),
         )
         self.has_owners_bits = True
         self.generator = torch.Generator().manual_seed(0)
@@ -178,12 +179,13 @@ class Check:
 
         filled = [expert for expert in held if expert != EMPTY]
         rows, probs, grads = ([each[expert] for expert in filled] for each in batch)
-        counts = torch.tensor([0 if expert == EMPTY else ROWS_E[expert] for expert in held])
+        sizes = [len(each) for each in rows]
+        by_expert = dict(zip(filled, sizes, strict=True))
+        counts = torch.tensor([by_expert.get(expert, 0) for expert in held])
         joined = torch.cat(rows).requires_grad_()
         with get_fp8_context(self.config):
             output = run(joined, counts, torch.cat(probs).float())
         output.backward(torch.cat(grads))
-        sizes = [len(each) for each in rows]
         found: dict[int, torch.Tensor] = {}
         parts = zip(output.detach().split(sizes), joined.grad.split(sizes), strict=True)
         for expert, (part, grad) in zip(filled, parts, strict=True):
@@ -195,11 +197,11 @@ class Check:
         for held in SLOTS:
             batches = [
                 [
-                    [self._random(count, HIDDEN) for count in ROWS_E],
-                    [self._random(count).abs() for count in ROWS_E],
-                    [self._random(count, HIDDEN) for count in ROWS_E],
+                    [self._random(count, HIDDEN) for count in rows_E],
+                    [self._random(count).abs() for count in rows_E],
+                    [self._random(count, HIDDEN) for count in rows_E],
                 ]
-                for _ in range(NUM_MICROBATCHES)
+                for rows_E in ROWS_BE
             ]
             self.stock.linear_fc1.is_first_microbatch = True
             self.stock.linear_fc2.is_first_microbatch = True

@@ -80,7 +80,8 @@ class GradientSums:
             contents: of the slots in the forward whose backward comes.
             slots: for each slot the W tensors that the experts were given.
         """
-        if not any(self.in_place):
+        trained = any(weight.requires_grad for weights in slots for weight in weights)
+        if not (trained and any(self.in_place)):
             return
         placement, owned, template = contents
         shapes = [weight.shape for weight in template]

@@ -12,7 +12,6 @@ weight that they are like.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import prod
 
 import torch
 
@@ -68,7 +67,7 @@ def _places(row: torch.Tensor, weights: Sequence[torch.Tensor]) -> Iterator[torc
     start = 0
     for weight in weights:
         for _, piece in _pieces(weight):
-            end = start + prod(piece.shape) * piece.element_size()
+            end = start + piece.numel() * piece.element_size()
             yield row[start:end].view(piece.dtype).view(piece.shape)
             start += _padded_bytes(piece)
 

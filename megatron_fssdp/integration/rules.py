@@ -256,7 +256,7 @@ RULES: tuple[Rule, ...] = (
         flag="--fp8-param-gather",
         name="fp8_param_gather",
         is_bad=_is_set,
-        reason="replicas travel as parameters of one plain type",
+        reason="Megatron's optimizer for fp8 parameters has not been run with it",
         way_out="drop the flag: parameters stay in bf16, and Transformer Engine quantizes each "
         "slot's weights once an iteration",
     ),

@@ -229,7 +229,7 @@ class TESlotExperts:
             for index in range(experts.num_local_experts)
         ]
         config = copy.copy(experts.config)
-        # TE adds weights' gradients in place (see materialize.py), those of biases it does not.
+        # TE adds weights' gradients in place (see gradients.py), those of biases it does not.
         self.in_place: Sequence[bool] = [
             config.gradient_accumulation_fusion and family.endswith("weight") for family in families
         ]

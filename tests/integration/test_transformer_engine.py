@@ -104,7 +104,8 @@ def test_moved_and_rematerialized_experts_train_like_ep(
     run_with_te: Callable, rematerialize: bool
 ) -> None:
     """TE's module is built anew when a layer's number of slots changes."""
-    job = Job(ep=2, steps=5, num_layers=3, distributed_optimizer=True)
+    fused = {"gradient_accumulation_fusion": True}
+    job = Job(ep=2, steps=5, num_layers=3, distributed_optimizer=True, model=fused)
     moved = replace(job.as_fssdp(fssdp_rematerialize=rematerialize), reshard_every=2)
     results = run_with_te(4, jobs.train_models, [job, moved])
     want, got = (list(by_rank) for by_rank in zip(*results, strict=True))

@@ -51,7 +51,7 @@ class LayerRun:
     replicas: list[int] = field(default_factory=list)
     rows_R: list[list[int]] = field(default_factory=list)
     params: dict[str, torch.Tensor] = field(default_factory=dict)
-    # Without gradients, in eval mode, after the last iteration.
+    # Without gradients, in eval mode, after the last iteration (as after each).
     eval_output: torch.Tensor | None = None
 
 
@@ -199,11 +199,12 @@ def train_layer(job: LayerJob, end_iteration: Callable | None = None) -> LayerRu
         for parameter in layer.parameters():
             parameter.grad = parameter.main_grad.to(parameter.dtype) / job.tokens
         optimizer.step()
+        layer.eval()
+        layer.set_is_first_microbatch()
+        with torch.no_grad(), get_fp8_context(layer.config):
+            run.eval_output, _ = layer(random_rows())
+        layer.train()
     run.params = {name: _plain(p).clone() for name, p in layer.named_parameters()}
-    layer.eval()
-    layer.set_is_first_microbatch()
-    with torch.no_grad(), get_fp8_context(layer.config):
-        run.eval_output, _ = layer(random_rows())
     if runtime is not None:
         runtime.close()
     return run
@@ -449,3 +450,9 @@ class TETinyRun(TinyRun):
 
 def train_models(jobs: list[Job]) -> list[Trained]:
     return [TETinyRun(job).train() for job in jobs]
+
+
+def train_local_models(jobs: list[Job]) -> list[Trained]:
+    """Train models with Megatron's own experts, SequentialMLP."""
+    _see_te()
+    return [TinyRun(job).train() for job in jobs]
