@@ -39,6 +39,10 @@ FORMATS = ("", "tensorwise", "blockwise", "mxfp8")
 TOLERANCE = 0.02
 
 
+# Rows, probabilities and the output's gradients: of each expert.
+_Batch = list[list[torch.Tensor]]
+
+
 class _PlayedPeer(Transport):
     """Sends the other rank's experts, and keeps the gradients that it would get."""
 
@@ -119,12 +123,15 @@ class Check:
             self.slots = build_slot_experts(
                 layer.experts, len(SLOTS[0]), layer.submodules.experts, get_default_pg_collection()
             )
-        self.experts = [self.slots.home_weights(expert) for expert in range(EXPERTS)]
+        self.experts: list[list[Any]] = [
+            self.slots.home_weights(expert) for expert in range(EXPERTS)
+        ]
         for parameter in layer.experts.parameters():
             # As Megatron's DDP does.
             parameter.main_grad = torch.zeros(parameter.shape, device=device)
             parameter.grad_added_to_main_grad = False
-        self.peer = _PlayedPeer(make_lane(device, overlap=True), dict(enumerate(self.experts)))
+        theirs = {expert: [*weights] for expert, weights in enumerate(self.experts)}
+        self.peer = _PlayedPeer(make_lane(device, overlap=True), theirs)
         self.materializer = Materializer(
             self.peer,
             ReplicaPool(len(SLOTS[0]) - 2),
@@ -136,7 +143,7 @@ class Check:
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator).to(self.device, torch.bfloat16)
 
-    def run_stock(self, batches: list[list[torch.Tensor]]) -> _Results:
+    def run_stock(self, batches: list[_Batch]) -> _Results:
         """Run the stock module."""
 
         def run(rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
@@ -147,7 +154,7 @@ class Check:
         weights = [[each.main_grad.clone() for each in expert] for expert in self.experts]
         return _Results(results, weights)
 
-    def run_slots(self, batches: list[list[torch.Tensor]], held: tuple[int, ...]) -> _Results:
+    def run_slots(self, batches: list[_Batch], held: tuple[int, ...]) -> _Results:
         """Run the slots: `held` is the expert in each."""
         placement = Placement(LayerPlan(OWNER, np.array([held, (2, 3, 0, 1, EMPTY)])), 0)
         self.peer.expert_of = placement.replica_of_slot
@@ -172,7 +179,7 @@ class Check:
         return _Results(results, weights)
 
     def _run(
-        self, batch: list[torch.Tensor], held: Any, run: Callable[..., torch.Tensor]
+        self, batch: _Batch, held: Any, run: Callable[..., torch.Tensor]
     ) -> list[torch.Tensor]:
         """Run one micro-batch forward and backward, with experts in the order `held`."""
         from megatron.core.fp8_utils import get_fp8_context
@@ -186,6 +193,7 @@ class Check:
         with get_fp8_context(self.config):
             output = run(joined, counts, torch.cat(probs).float())
         output.backward(torch.cat(grads))
+        assert joined.grad is not None
         found: dict[int, torch.Tensor] = {}
         parts = zip(output.detach().split(sizes), joined.grad.split(sizes), strict=True)
         for expert, (part, grad) in zip(filled, parts, strict=True):

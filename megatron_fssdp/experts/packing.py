@@ -12,6 +12,7 @@ weight that they are like.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -48,7 +49,7 @@ def _pieces(weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Name the tensors that a weight is made of, without those that are derived."""
     if not is_quantized(weight):
         return [("", weight.detach())]
-    metadata = weight.get_metadata()  # type: ignore[operator]
+    metadata = _metadata(weight)
     # Blocks of 128 x 128 are scaled as one in both directions.
     derived = (*_TRANSPOSE, "columnwise_") if metadata.get("is_2D_scaled") else _TRANSPOSE
     return [
@@ -75,12 +76,18 @@ def _places(row: torch.Tensor, weights: Sequence[torch.Tensor]) -> Iterator[torc
 def _rebuild(weight: torch.Tensor, pieces: list[torch.Tensor]) -> torch.Tensor:
     if not is_quantized(weight):
         return pieces[0]
-    metadata = {
-        name: None if isinstance(value, torch.Tensor) else value
-        for name, value in weight.get_metadata().items()  # type: ignore[operator]
+    metadata = _metadata(weight)
+    arguments = {
+        name: None if isinstance(value, torch.Tensor) else value for name, value in metadata.items()
     }
-    metadata.update(zip((name for name, _ in _pieces(weight)), pieces, strict=True))
-    made: torch.Tensor = type(weight.data)(
-        shape=weight.shape, dtype=weight.dtype, device=weight.device, **metadata
+    arguments.update(zip((name for name, _ in _pieces(weight)), pieces, strict=True))
+    kind: Any = type(weight.data)
+    made: torch.Tensor = kind(
+        shape=weight.shape, dtype=weight.dtype, device=weight.device, **arguments
     )
     return made
+
+
+def _metadata(weight: Any) -> dict[str, Any]:
+    """Return what TE would construct a quantized tensor from."""
+    return dict(weight.get_metadata())
