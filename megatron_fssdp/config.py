@@ -96,7 +96,8 @@ class FSSDPConfig:
 
     fssdp_grad_dtype: Literal["fp32", "param"] = "fp32"
     """What replicas' gradients are summed and sent in. param: the parameters' type: half the bytes
-    in bf16, with its rounding."""
+    in bf16, with its rounding. Where Transformer Engine adds gradients in place
+    (--gradient-accumulation-fusion) they are summed in main_grad's type, and sent in this one."""
 
     fssdp_cluster: str | None = None
     """Cluster file with the links and rates that the cost model uses, as `fssdp calibrate` writes

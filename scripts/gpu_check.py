@@ -5,6 +5,8 @@
     python scripts/gpu_check.py [--device cuda]
 
 Checks, each against the CPU or numpy: the quotas, the routing translation and the grouped GEMM.
+Slots on Transformer Engine's experts must compute what its own do, in bf16 and in the fp8 formats
+of the device, where it is installed; --only-te checks them alone.
 Quotas and translation run under torch's synchronisation guard, which raises where an operation
 waits for the device. Copies on the side stream must give the bits of copies without overlap, and of
 a second process under CUDA_LAUNCH_BLOCKING=1. Where DeepEP or HybridEP is installed and there are
@@ -29,6 +31,7 @@ import numpy as np
 import torch
 from gpu_check_copies import check_streams, digest, replayed_shares
 from gpu_check_flex import BUFFERS, check_flex, obstacle
+from gpu_check_te import check_te
 from rich.console import Console
 from rich.table import Table
 
@@ -178,23 +181,8 @@ def print_shares(device: torch.device) -> None:
     )
 
 
-def main() -> int:
-    """Run all checks and print them."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda", help="cuda, or cpu to compare without a GPU")
-    parser.add_argument("--digest", action="store_true", help="print a checksum of a run, and end")
-    args = parser.parse_args()
-    device = torch.device(args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device is available; run this on a machine that has one", file=sys.stderr)
-        return 2
-    if args.digest:
-        print(digest(device))
-        return 0
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    table = Table(title=f"{name}, torch {torch.__version__}")
-    for column in ("check", "result", "ms"):
-        table.add_column(column, justify="left" if column == "check" else "right")
+def _add_checks(table: Table, device: torch.device) -> bool:
+    """Run the checks that need no Transformer Engine."""
     all_good = True
     for title, check in (
         (f"quotas of {RANKS} ranks, {EXPERTS} experts", check_quotas),
@@ -214,8 +202,35 @@ def main() -> int:
         is_good, milliseconds = check_flex(backend)
         all_good &= is_good
         table.add_row(title, "equal" if is_good else "WRONG", f"{milliseconds:.2f}")
+    return all_good
+
+
+def main() -> int:
+    """Run all checks and print them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu to compare without a GPU")
+    parser.add_argument("--digest", action="store_true", help="print a checksum of a run, and end")
+    parser.add_argument("--only-te", action="store_true", help="check Transformer Engine alone")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device is available; run this on a machine that has one", file=sys.stderr)
+        return 2
+    if args.digest:
+        print(digest(device))
+        return 0
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    table = Table(title=f"{name}, torch {torch.__version__}")
+    for column in ("check", "result", "ms"):
+        table.add_column(column, justify="left" if column == "check" else "right")
+    all_good = args.only_te or _add_checks(table, device)
+    for title, is_right, reason in check_te(device):
+        all_good &= is_right is not False
+        result = "skipped" if is_right is None else "equal" if is_right else "WRONG"
+        table.add_row(f"{title}: {reason}" if reason else title, result, "")
     Console().print(table)
-    print_shares(device)
+    if not args.only_te:
+        print_shares(device)
     return 0 if all_good else 1
 
 

@@ -19,8 +19,9 @@ from megatron_fssdp.collectives.lanes import Lane, Meter, Pending, make_lane
 from megatron_fssdp.experts.compute import RowGroups, grouped_linear
 from megatron_fssdp.experts.gradients import GradientSums
 from megatron_fssdp.experts.materialize import Materializer
+from megatron_fssdp.experts.packing import pack
 from megatron_fssdp.experts.placement import Placement
-from megatron_fssdp.experts.replicas import LentRows, ReplicaPool, Transport, write
+from megatron_fssdp.experts.replicas import LentRows, ReplicaPool, Transport
 from megatron_fssdp.planning.plan import LayerPlan
 from megatron_fssdp.planning.quotas import balance
 
@@ -44,7 +45,7 @@ class _PlayedPeer(Transport):
         def run() -> None:
             self._dawdle()
             for slot, row in received.items():
-                write(row, self._peer[slot])
+                pack(row, self._peer[slot])
 
         return self.lane.start(run, meter)
 

@@ -32,6 +32,8 @@ def test_gpu_check_compares_right_on_a_cpu() -> None:
     printed = run_script("scripts/gpu_check.py", "--device", "cpu")
     assert printed.count("equal") == 5
     assert "WRONG" not in printed
+    # The check of its experts, in a process that has it: test_transformer_engine.py.
+    assert "transformer-engine is not installed" in printed
     assert "experts of the fullest rank" in printed
     for backend in ("deepep", "hybridep"):
         assert f"flex dispatcher, {backend}" in printed

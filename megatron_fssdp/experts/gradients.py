@@ -80,7 +80,8 @@ class GradientSums:
             contents: of the slots in the forward whose backward comes.
             slots: for each slot the W tensors that the experts were given.
         """
-        if not any(self.in_place):
+        trained = any(weight.requires_grad for weights in slots for weight in weights)
+        if not (trained and any(self.in_place)):
             return
         placement, owned, template = contents
         shapes = [weight.shape for weight in template]
@@ -151,7 +152,7 @@ class GradientSums:
         if any(self.in_place):
             weights = (*template, *(weight for expert in contents.owned for weight in expert))
             dtype = next((w.main_grad.dtype for w in weights if hasattr(w, "main_grad")), dtype)
-        return template[0].detach().new_empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device=template[0].device)
 
     def settle(self, name: str) -> None:
         """End an iteration; parameters are about to change.

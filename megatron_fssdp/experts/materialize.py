@@ -41,6 +41,7 @@ import torch
 
 from megatron_fssdp.collectives.lanes import Meter, Pending
 from megatron_fssdp.experts.gradients import GradientSums, SlotContents
+from megatron_fssdp.experts.packing import packed_bytes, unpack
 from megatron_fssdp.experts.placement import Placement
 from megatron_fssdp.experts.replicas import (
     LentRows,
@@ -111,7 +112,8 @@ class Materializer:
         self.hold(placement)
         flat = [weight.view_as(weight) for expert in owned for weight in expert]
         # Without elements; it ties the two functions together where this rank owns nothing.
-        trained = template[0].detach().new_empty(0, requires_grad=is_trained)
+        first = template[0]
+        trained = torch.empty(0, dtype=first.dtype, device=first.device, requires_grad=is_trained)
         visit.views = _Launch.apply(visit, trained, *flat)
         return visit
 
@@ -122,7 +124,7 @@ class Materializer:
         def fetch(schedule: Schedule) -> Pending:
             meter = Meter()
             if self.is_accounted:
-                self.gathers.append((schedule, size_of(weights) * weights[0].element_size()))
+                self.gathers.append((schedule, packed_bytes(weights)))
                 meter = self.gather_meter
             owned = dict(zip(placement.owned_slots, self._owned, strict=True))
             rows = self.pool.rows(placement, weights)
@@ -214,15 +216,20 @@ class Visit:
         self.materializer.hold(self.placement)
         self.materializer.pool.wait()
 
+    @property
+    def version(self) -> tuple[int, Placement]:
+        """What is equal for two visits whose slots hold the same weights."""
+        return self.materializer.pool.generation, self.placement
+
     def replicas(self) -> list[torch.Tensor]:
         """Return the W weights of each slot that holds a replica, end to end.
 
         They are memory of the pool: right until it is given to another placement.
         """
-        pool, shapes = self.materializer.pool, [weight.shape for weight in self.template]
+        pool = self.materializer.pool
         self.materializer.hold(self.placement)
         rows = pool.rows(self.placement, self.template)
-        return [weight for row in rows.values() for weight in read(row, shapes)]
+        return [weight for row in rows.values() for weight in unpack(row, self.template)]
 
     def guard(self, output: torch.Tensor, weights: SlotWeights) -> None:
         """See to it that the experts' backward finds the replicas, and where gradients go.

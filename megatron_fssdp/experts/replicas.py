@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron_fssdp.collectives.buffers import RowBuffer
 from megatron_fssdp.collectives.lanes import Lane, Meter, Pending
 from megatron_fssdp.collectives.sparse import sparse_all_gather, sparse_reduce_scatter
+from megatron_fssdp.experts.packing import pack, packed_bytes
 from megatron_fssdp.experts.placement import Placement
 from megatron_fssdp.planning.schedule import Schedule
 
@@ -75,10 +76,11 @@ class Transport:
             packed: dict[int, torch.Tensor] = {}
             if slots:
                 first = owned[slots[0]]
-                rows = self._sent.rows(len(slots), size_of(first), first[0].dtype, first[0].device)
+                size, device = packed_bytes(first), first[0].device
+                rows = self._sent.rows(len(slots), size, torch.uint8, device)
                 packed = dict(zip(slots, rows, strict=True))
             for slot, row in packed.items():
-                write(row, owned[slot])
+                pack(row, owned[slot])
             sparse_all_gather({**packed, **received}, schedule, self.group, f"spAG of {name}")
 
         return self.lane.start(run, meter)
@@ -160,9 +162,14 @@ class LentRows:
 
 
 class ReplicaPool:
-    """Rows for the replicas of one placement at a time. See the note above."""
+    """Rows for the replicas of one placement at a time. See the note above.
+
+    Attributes:
+        generation: grows when parameters change.
+    """
 
     def __init__(self, num_rows: int) -> None:
+        self.generation = 0
         self._num_rows = num_rows
         self._buffer = RowBuffer()
         self._layer: object = None
@@ -207,7 +214,7 @@ class ReplicaPool:
     def rows(
         self, placement: Placement, weights: Sequence[torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """Return the row of each slot that holds a replica of the placement that is held.
+        """Return the row of bytes of each slot that holds a replica of the placement held.
 
         Args:
             placement: of the latest `hold`.
@@ -215,8 +222,8 @@ class ReplicaPool:
         """
         if not placement.replica_of_slot:
             return {}
-        first = weights[0]
-        rows = self._buffer.rows(self._num_rows, size_of(weights), first.dtype, first.device)
+        size, device = packed_bytes(weights), weights[0].device
+        rows = self._buffer.rows(self._num_rows, size, torch.uint8, device)
         row_of = self._rows_of[placement]
         return {slot: rows[row_of[expert]] for slot, expert in placement.replica_of_slot.items()}
 
@@ -230,6 +237,7 @@ class ReplicaPool:
         """Parameters have changed: what is here is old."""
         self.wait()
         self._layer = self._placement = None
+        self.generation += 1
 
     @property
     def num_bytes(self) -> int:
@@ -238,18 +246,11 @@ class ReplicaPool:
 
 
 def size_of(weights: Sequence[torch.Tensor]) -> int:
-    """Return the elements of an expert's weights (or gradients), the length of their row."""
+    """Return the elements of an expert's weights: the length of its row of gradients."""
     return sum(weight.numel() for weight in weights)
 
 
-def write(row: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
-    """Lay an expert's weights end to end in a row."""
-    shapes = [weight.shape for weight in weights]
-    for part, weight in zip(read(row, shapes), weights, strict=True):
-        part.copy_(weight.detach())
-
-
 def read(row: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-    """View a row as the weights that `write` laid there."""
+    """View an expert's row of gradients as those of its weights."""
     parts = row.split([prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -169,7 +169,7 @@ class FSSDPMoELayer(MoELayer):
         assert weights is not None, "preprocess gives the weights"
         self._wait_for_parameters()
         visit.wait()
-        output = self._slot_experts(rows, tokens_per_slot, row_probs, weights)
+        output = self._slot_experts(rows, tokens_per_slot, row_probs, weights, visit.version)
         visit.guard(output, weights)
         return self.token_dispatcher.combine_preprocess(output), None
 

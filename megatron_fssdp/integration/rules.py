@@ -6,6 +6,7 @@ Read from megatron-core 0.19.2; a flag that Megatron adds later and that touches
 belongs in `RULES`.
 """
 
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ class Rule:
         is_bad: whether a value of the field is one of the refused.
         reason: why, as the middle of a sentence.
         way_out: what to change, as the end of a sentence.
+        needs: another flag and its field, without which the setting means nothing.
     """
 
     flag: str
@@ -28,6 +30,25 @@ class Rule:
     is_bad: Callable[[Any], bool]
     reason: str
     way_out: str
+    needs: tuple[str, str] | None = None
+
+    def clash(self, args: Namespace) -> str | None:
+        """Return the flags that clash, as the user would write them; None: nothing does."""
+        value = getattr(args, self.name, None)
+        if not self.is_bad(value):
+            return None
+        shown = _show(self.flag, value)
+        if self.needs is None:
+            return shown
+        flag, name = self.needs
+        needed = getattr(args, name, None)
+        return f"{_show(flag, needed)} {shown}" if _is_set(needed) else None
+
+
+def _show(flag: str, value: Any) -> str:
+    if value is True:
+        return flag
+    return f"{flag} {' '.join(map(str, value)) if isinstance(value, list | tuple) else value}"
 
 
 def _is_set(value: Any) -> bool:
@@ -105,20 +126,6 @@ RULES: tuple[Rule, ...] = (
         name="moe_expert_rank_capacity_factor",
         is_bad=_is_set,
         reason="its limit is meant for the owners' tokens, which FSSDP moves between ranks",
-        way_out=_DROP,
-    ),
-    Rule(
-        flag="--moe-router-padding-for-quantization",
-        name="moe_router_padding_for_quantization",
-        is_bad=_is_set,
-        reason="it pads each expert's tokens before they are split over replicas",
-        way_out=_DROP,
-    ),
-    Rule(
-        flag="--moe-router-padding-for-fp8",
-        name="moe_router_padding_for_fp8",
-        is_bad=_is_set,
-        reason="it pads each expert's tokens before they are split over replicas",
         way_out=_DROP,
     ),
     Rule(
@@ -223,11 +230,21 @@ RULES: tuple[Rule, ...] = (
         way_out=_DROP,
     ),
     Rule(
-        flag="--fp8-format",
-        name="fp8",
+        flag="--fp8-recipe",
+        name="fp8_recipe",
+        needs=("--fp8-format", "fp8"),
+        is_bad=lambda value: value not in ("tensorwise", "blockwise", "mxfp8"),
+        reason="its scales have a history of their own for each place, and a slot holds another "
+        "expert every few iterations",
+        way_out="use tensorwise, blockwise or mxfp8",
+    ),
+    Rule(
+        flag="--fp8-param-gather",
+        name="fp8_param_gather",
         is_bad=_is_set,
-        reason="a replica would need the quantizer's state as well as the weights",
-        way_out="train in bf16",
+        reason="Megatron's optimizer for fp8 parameters has not been run with it",
+        way_out="drop the flag: parameters stay in bf16, and Transformer Engine quantizes each "
+        "slot's weights once an iteration",
     ),
     Rule(
         flag="--fp4-format",

@@ -45,6 +45,7 @@ class SlotExperts(Protocol):
         tokens_per_slot: torch.Tensor,
         probs: torch.Tensor,
         weights: SlotWeights,
+        version: object,
     ) -> torch.Tensor:
         """Run each slot's expert on its rows.
 
@@ -53,6 +54,8 @@ class SlotExperts(Protocol):
             tokens_per_slot: (S,) int64 on the host, as Megatron's dispatchers return it.
             probs: (M,) routing probability of each row.
             weights: for each slot its W weights, in the order of `home_weights`.
+            version: equal to the last call's where the weights are: what was made of them may
+                serve again.
 
         Returns:
             (M, hidden), weighted by `probs` as Megatron's expert modules do.
@@ -76,6 +79,12 @@ def build_slot_experts(
     """
     if isinstance(experts, TEGroupedMLP):
         return TESlotExperts(experts, num_slots, submodules, groups)
+    if isinstance(experts, SequentialMLP) and experts.config.fp8:
+        raise ValueError(
+            "--moe-parallel fssdp runs experts in fp8 with TEGroupedMLP only, and these are "
+            "SequentialMLP; add --transformer-impl transformer_engine --moe-grouped-gemm, train in "
+            "bf16, or use --moe-parallel ep"
+        )
     if isinstance(experts, SequentialMLP):
         return LocalSlotExperts(experts, groups)
     raise ValueError(
@@ -149,6 +158,7 @@ class LocalSlotExperts:
         tokens_per_slot: torch.Tensor,
         probs: torch.Tensor,
         weights: SlotWeights,
+        version: object,
     ) -> torch.Tensor:
         """See `SlotExperts.__call__`."""
         config = self.mlp.config
@@ -219,7 +229,7 @@ class TESlotExperts:
             for index in range(experts.num_local_experts)
         ]
         config = copy.copy(experts.config)
-        # TE adds weights' gradients in place (see materialize.py), those of biases it does not.
+        # TE adds weights' gradients in place (see gradients.py), those of biases it does not.
         self.in_place: Sequence[bool] = [
             config.gradient_accumulation_fusion and family.endswith("weight") for family in families
         ]
@@ -227,13 +237,15 @@ class TESlotExperts:
         config.init_model_with_meta_device = True
         config.use_cpu_initialization = False  # it would win over the meta device
         config.perform_initialization = False
-        # Else TE keeps what it makes of a slot's weights in an iteration's first forward, and in
-        # its backward overwrites main_grad: here that holds replicas' sums, and the slot may show
-        # another expert next time.
-        config.disable_parameter_transpose_cache = True
         self.module = builder(num_slots, config, pg_collection=groups)
         # functional_call would not notice a weight that it is given in vain, or that it lacks.
         _check_names(self.module, families, num_slots)
+        self._linears = (self.module.linear_fc1, self.module.linear_fc2)
+        for linear in self._linears:
+            # Megatron tells TE an iteration's first micro-batch: make fp8 weights anew, and
+            # overwrite main_grad. Here weights have versions, and main_grad is always added to.
+            linear.is_first_microbatch = False
+        self._version: object = None
 
     def home_weights(self, index: int) -> list[torch.nn.Parameter]:
         """See `SlotExperts.home_weights`."""
@@ -245,8 +257,14 @@ class TESlotExperts:
         tokens_per_slot: torch.Tensor,
         probs: torch.Tensor,
         weights: SlotWeights,
+        version: object,
     ) -> torch.Tensor:
         """See `SlotExperts.__call__`."""
+        if version != self._version:
+            for linear in self._linears:
+                # Dropped, not refilled: backwards to come may need those of an earlier version.
+                linear._fp8_workspaces.clear()
+            self._version = version
         # TE asks slot 0 alone whether weights take gradients. A plan puts owned experts first.
         supplied = {
             f"{family}{slot}": weight

@@ -10,7 +10,6 @@ import functools
 import os
 from argparse import Namespace
 from dataclasses import replace
-from typing import Any
 
 from megatron_fssdp.config import FSSDPConfig
 from megatron_fssdp.integration.rules import RULES
@@ -32,11 +31,9 @@ def validate(args: Namespace) -> FSSDPConfig:
         _check_schedule(config, args.moe_token_dispatcher_type)
         config = _resharding(config, args)
         for rule in RULES:
-            value = getattr(args, rule.name, None)
-            if rule.is_bad(value):
-                shown = rule.flag if value is True else f"{rule.flag} {_show(value)}"
+            if clash := rule.clash(args):
                 raise ValueError(
-                    f"--moe-parallel fssdp does not work with {shown}: {rule.reason}; "
+                    f"--moe-parallel fssdp does not work with {clash}: {rule.reason}; "
                     f"{rule.way_out}, or use --moe-parallel ep."
                 )
     return config
@@ -130,7 +127,3 @@ def _resharding_obstacle(args: Namespace) -> tuple[str, str] | None:
             "its checkpoints keep state by place (add --dist-ckpt-optim-fully-reshardable)",
         )
     return None
-
-
-def _show(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -141,3 +141,12 @@ def test_models_train_like_ep(run_with_te: Callable, name: str) -> None:
         return
     assert_equal_training(got, want)
     assert_equal_training(also, want)
+
+
+def test_sequential_mlp_trains_like_ep(run_with_te: Callable) -> None:
+    """EP's kernel adds to main_grad; FSSDP's experts hand gradients to autograd, and DDP adds."""
+    job = Job(steps=3, num_microbatches=2, overlap_grad_reduce=True, model=FUSED)
+    results = run_with_te(4, jobs.train_local_models, [job, job.as_fssdp()])
+    want, got = (list(by_rank) for by_rank in zip(*results, strict=True))
+    assert_replicated(got)
+    assert_equal_training(got, want)

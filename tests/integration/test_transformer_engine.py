@@ -104,7 +104,8 @@ def test_moved_and_rematerialized_experts_train_like_ep(
     run_with_te: Callable, rematerialize: bool
 ) -> None:
     """TE's module is built anew when a layer's number of slots changes."""
-    job = Job(ep=2, steps=5, num_layers=3, distributed_optimizer=True)
+    fused = {"gradient_accumulation_fusion": True}
+    job = Job(ep=2, steps=5, num_layers=3, distributed_optimizer=True, model=fused)
     moved = replace(job.as_fssdp(fssdp_rematerialize=rematerialize), reshard_every=2)
     results = run_with_te(4, jobs.train_models, [job, moved])
     want, got = (list(by_rank) for by_rank in zip(*results, strict=True))
@@ -157,12 +158,16 @@ def test_slots_own_nothing(run_with_te: Callable, biases: bool, on_cpu: bool) ->
         assert facts["fused"] == [True, True]
         assert facts["stock_fused"] == [True, True]
         assert facts["stock_config"] == {
-            "disable_parameter_transpose_cache": False,
             "gradient_accumulation_fusion": True,
             "init_model_with_meta_device": False,
             "perform_initialization": True,
             "use_cpu_initialization": on_cpu,
         }
+
+
+def test_gpu_check_compares_right_on_a_cpu(run_with_te: Callable) -> None:
+    (rows,) = run_with_te(1, jobs.check_on_one_device)
+    assert [(is_right, reason) for _, is_right, reason in rows] == [(True, "")] * 7
 
 
 def test_slots_draw_no_random_numbers(run_with_te: Callable) -> None:

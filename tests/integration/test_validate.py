@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from types import SimpleNamespace
 
 import pytest
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_fssdp.config import FSSDPConfig
 from megatron_fssdp.integration.arguments import add_arguments
 from megatron_fssdp.integration.rules import RULES
+from megatron_fssdp.integration.slot_experts import build_slot_experts
 from megatron_fssdp.integration.validate import validate
 
 MOE = "--moe-parallel fssdp --num-experts 8 --expert-model-parallel-size 4"
@@ -23,8 +26,6 @@ BAD = {
     "perform_rl_step": "--perform-rl-step",
     "moe_pad_expert_input_to_capacity": "--moe-pad-expert-input-to-capacity",
     "moe_expert_rank_capacity_factor": "--moe-expert-rank-capacity-factor 1.5",
-    "moe_router_padding_for_quantization": "--moe-router-padding-for-quantization",
-    "moe_router_padding_for_fp8": "--moe-router-padding-for-fp8",
     "moe_flex_dispatcher_backend": "--moe-flex-dispatcher-backend ncclep",
     "moe_latent_size": "--moe-latent-size 64",
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
@@ -39,7 +40,8 @@ BAD = {
     "moe_single_grouped_bias": "--moe-single-grouped-bias",
     "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser",
     "moe_mlp_glu_interleave_size": "--moe-mlp-glu-interleave-size 32",
-    "fp8": "--fp8-format hybrid",
+    "fp8_recipe": "--fp8-format hybrid --fp8-recipe delayed",
+    "fp8_param_gather": "--fp8-param-gather",
     "fp4": "--fp4-format e2m1",
     "te_precision_config_file": "--te-precision-config-file x.yaml",
     "optimizer_cuda_graph": "--optimizer-cuda-graph",
@@ -160,6 +162,23 @@ def test_state_that_is_kept_by_place_needs_fixed_owners(
     assert validate(parser.parse_args(words.split())).reshard_interval == 0
     assert named in capsys.readouterr().out
     validate(parser.parse_args(f"{words} --fssdp-reshard-interval 0".split()))
+
+
+def test_fp8_recipes_without_state_are_accepted(parser: ArgumentParser) -> None:
+    """Delayed scaling, Megatron's default, is meant by --fp8-format alone, and by it only."""
+    for recipe in ("tensorwise", "blockwise", "mxfp8"):
+        validate(parser.parse_args(f"{GOOD} --fp8-format hybrid --fp8-recipe {recipe}".split()))
+    validate(parser.parse_args(f"{GOOD} --fp8-recipe delayed".split()))
+    with pytest.raises(ValueError, match="--fp8-format hybrid --fp8-recipe delayed"):
+        validate(parser.parse_args(f"{GOOD} --fp8-format hybrid".split()))
+
+
+def test_fp8_needs_transformer_engines_experts() -> None:
+    """Ours would compute SequentialMLP's experts in bf16, and say nothing."""
+    experts = SequentialMLP.__new__(SequentialMLP)
+    object.__setattr__(experts, "config", SimpleNamespace(fp8="hybrid"))
+    with pytest.raises(ValueError, match="--moe-grouped-gemm"):
+        build_slot_experts(experts, 4, None, None)
 
 
 def test_owners_of_a_file_need_owners_that_may_change(parser: ArgumentParser) -> None:

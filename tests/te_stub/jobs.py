@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib
 import pickle
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tests.integration.tiny import Job, TinyRun, Trained
-
-TOKENS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,7 @@ class LayerJob:
     num_experts: int = 8
     hidden: int = 16
     ffn: int = 24
+    tokens: int = 40  # of each rank
     iterations: int = 3
     num_microbatches: int = 1
     params_dtype: torch.dtype = torch.float32
@@ -50,7 +51,7 @@ class LayerRun:
     replicas: list[int] = field(default_factory=list)
     rows_R: list[list[int]] = field(default_factory=list)
     params: dict[str, torch.Tensor] = field(default_factory=dict)
-    # Without gradients, in eval mode, after the last iteration.
+    # Without gradients, in eval mode, after the last iteration (as after each).
     eval_output: torch.Tensor | None = None
 
 
@@ -121,6 +122,7 @@ def _config(job: LayerJob) -> Any:
 def _build(job: LayerJob) -> tuple[torch.nn.Module, Any]:
     """Build the layer from Megatron's own spec; returns it and the runtime (None for EP)."""
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from megatron.core.fp8_utils import get_fp8_context
     from megatron.core.models.gpt import moe_module_specs
     from megatron.core.transformer.moe.experts import TEGroupedMLP
 
@@ -135,7 +137,9 @@ def _build(job: LayerJob) -> tuple[torch.nn.Module, Any]:
         builder = moe_module_specs.get_moe_module_spec_for_backend(
             TESpecProvider(), num_experts=job.num_experts, moe_grouped_gemm=True
         )
-        layer = builder(_config(job))
+        config = _config(job)
+        with get_fp8_context(config, is_init=True):
+            layer = builder(config)
     finally:
         spec.unregister()
     assert isinstance(layer.experts, TEGroupedMLP)
@@ -174,7 +178,7 @@ def train_layer(job: LayerJob, end_iteration: Callable | None = None) -> LayerRu
     generator = torch.Generator().manual_seed(100 + dist.get_rank())
 
     def random_rows() -> torch.Tensor:
-        rows = torch.randn(TOKENS, 1, job.hidden, generator=generator)
+        rows = torch.randn(job.tokens, 1, job.hidden, generator=generator)
         return rows.to(job.params_dtype)
 
     for _ in range(job.iterations):
@@ -193,15 +197,23 @@ def train_layer(job: LayerJob, end_iteration: Callable | None = None) -> LayerRu
         grads = {name: p.main_grad.clone() for name, p in layer.named_parameters()}
         run.grads.append({**grads, "input": rows.grad})
         for parameter in layer.parameters():
-            parameter.grad = parameter.main_grad.to(parameter.dtype) / TOKENS
+            parameter.grad = parameter.main_grad.to(parameter.dtype) / job.tokens
         optimizer.step()
-    run.params = {name: p.detach().clone() for name, p in layer.named_parameters()}
-    layer.eval()
-    with torch.no_grad(), get_fp8_context(layer.config):
-        run.eval_output, _ = layer(random_rows())
+        layer.eval()
+        layer.set_is_first_microbatch()
+        with torch.no_grad(), get_fp8_context(layer.config):
+            run.eval_output, _ = layer(random_rows())
+        layer.train()
+    run.params = {name: _plain(p).clone() for name, p in layer.named_parameters()}
     if runtime is not None:
         runtime.close()
     return run
+
+
+def _plain(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the values of a parameter, which may be in fp8."""
+    with torch.no_grad():
+        return parameter.dequantize() if hasattr(parameter, "get_metadata") else parameter.detach()
 
 
 def train_layers(jobs: list[LayerJob]) -> list[LayerRun]:
@@ -241,7 +253,6 @@ def describe_layer(job: LayerJob) -> dict[str, Any]:
             stock_config={
                 name: getattr(layer.config, name)
                 for name in (
-                    "disable_parameter_transpose_cache",
                     "gradient_accumulation_fusion",
                     "init_model_with_meta_device",
                     "perform_initialization",
@@ -377,6 +388,32 @@ def find_gradients(job: LayerJob) -> list[dict[str, int]]:
     return iterations
 
 
+def count_quantized_weights(job: LayerJob) -> list[int]:
+    """Train in fp8, and tell how many weights TE quantizes in each iteration."""
+    _start(job)
+    tex = importlib.import_module("transformer_engine_torch")
+    quantize = tex.quantize
+    counts = [0]
+
+    def listen(*args: Any) -> Any:
+        counts[-1] += 1
+        return quantize(*args)
+
+    tex.quantize = listen
+    try:
+        train_layer(job, lambda *unused: counts.append(0))
+    finally:
+        tex.quantize = quantize
+    return counts[:-1]
+
+
+def check_on_one_device() -> list[tuple[str, bool | None, str]]:
+    """Run what scripts/gpu_check.py checks of TE's experts."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+    gpu_check_te = importlib.import_module("gpu_check_te")
+    return list(gpu_check_te.check_te(torch.device("cpu")))
+
+
 class TETinyRun(TinyRun):
     """The tiny GPT with local attention and TE's experts."""
 
@@ -413,3 +450,9 @@ class TETinyRun(TinyRun):
 
 def train_models(jobs: list[Job]) -> list[Trained]:
     return [TETinyRun(job).train() for job in jobs]
+
+
+def train_local_models(jobs: list[Job]) -> list[Trained]:
+    """Train models with Megatron's own experts, SequentialMLP."""
+    _see_te()
+    return [TinyRun(job).train() for job in jobs]

@@ -18,6 +18,8 @@ from unittest import mock
 
 import torch
 
+from tests.te_stub.fp8 import make_available
+
 FOLDER = Path(sys.prefix) / "te"
 PATHS = [str(Path(__file__).parent), str(FOLDER)]
 
@@ -75,6 +77,12 @@ def _answer_cuda_calls() -> None:
 
     base.__init__, base.prepare_forward = init, prepare_forward
 
+    # Its recomputation, which Megatron takes in fp8, keeps the device's random state.
+    distributed = importlib.import_module("transformer_engine.pytorch.distributed")
+    distributed._get_cuda_rng_state = lambda **unused: torch.get_rng_state()
+    distributed._set_cuda_rng_state = lambda state, **unused: torch.set_rng_state(state)
+
 
 _make_importable()
+make_available()
 _answer_cuda_calls()

@@ -1,9 +1,9 @@
 """Stands in for Transformer Engine's compiled module; TE's own Python runs above it, on a CPU.
 
 Real here: the enums whose members TE compares with its own at import, the grouped matrix product
-that `GroupedLinear` calls, and the plain one that Megatron's router calls. Every other name of the
-module is answered with an absent class: TE mentions some two hundred while it is imported (in type
-hints, in tables of kernels), and a call of one fails with its name.
+that `GroupedLinear` calls, its fp8 formats (`fp8.py`), and the plain product that the router calls.
+Every other name of the module is answered with an absent class: TE mentions some two hundred while
+it is imported (in type hints, in tables of kernels), and a call of one fails with its name.
 """
 
 from __future__ import annotations
@@ -13,8 +13,30 @@ from typing import Any
 
 import torch
 
+from tests.te_stub.fp8 import (
+    bgrad_quantize,
+    dequantize,
+    fp8_transpose,
+    fused_multi_row_padding,
+    fused_multi_row_unpadding,
+    is_quantized,
+    quantize,
+    split_quantize,
+)
+
 # `from transformer_engine_torch import *` must not ask for absent names.
-__all__ = ["DType", "generic_gemm", "get_num_cublas_streams", "te_general_grouped_gemm"]
+__all__ = [
+    "DType",
+    "bgrad_quantize",
+    "fp8_transpose",
+    "fused_multi_row_padding",
+    "fused_multi_row_unpadding",
+    "generic_gemm",
+    "get_num_cublas_streams",
+    "quantize",
+    "split_quantize",
+    "te_general_grouped_gemm",
+]
 
 
 class DType(enum.IntEnum):
@@ -128,6 +150,10 @@ def te_general_grouped_gemm(
         raise NotImplementedError("the stub's grouped product has no GELU")
     outputs = D[0].split(m_splits) if single_output else D
     for a, b, out, group_bias in zip(A, B, outputs, bias, strict=True):
+        if is_quantized(a) != is_quantized(b):
+            raise TypeError(f"a product of {type(a).__name__} and {type(b).__name__}")
+        # Of a quantized operand cuBLAS reads what is scaled along the dimension that is summed.
+        a, b = dequantize(a, columnwise=not transa), dequantize(b, columnwise=transb)
         product = _product(a, transa, b, transb)
         if group_bias.numel() and grad:
             group_bias.copy_(b.sum(0))
