@@ -29,7 +29,7 @@ if [[ -x .venv/bin/python && -f $stamp && $(<"$stamp") == "$wanted" ]]; then
     exit 0
 fi
 if ! python=$(find_python "$@"); then
-    echo "setup: no Python >= 3.12 on PATH or under pyenv (megatron-core 0.19 needs it)." \
+    echo "setup: no Python >= 3.12 on PATH or under pyenv (megatron-core needs it)." \
         "Install one, for example 'apt-get install python3.12 python3.12-venv' or" \
         "'pyenv install 3.12', and run this again." >&2
     exit 1

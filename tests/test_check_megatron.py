@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,14 +75,20 @@ def check(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def check_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """The script's main() in this process, which has torch already; returns the exit status."""
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script as a module of this process, which has torch already."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module("check_megatron")
+
+
+@pytest.fixture
+def check_here(script: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Its main(), which returns the exit status."""
     monkeypatch.setenv("COLUMNS", "120")
 
     def run(*words: str | Path) -> int:
         monkeypatch.setattr(sys, "argv", ["check_megatron.py", *map(str, words)])
-        return int(importlib.import_module("check_megatron").main())
+        return int(script.main())
 
     return run
 
@@ -118,6 +125,35 @@ def test_a_changed_script_fails(
     printed = capfd.readouterr()
     assert result_of("patch", printed.out) == "patch FAILED none applies"
     assert "patch does not apply" in printed.err
+
+
+def lines(*steps: tuple[float, float], replicas: int = 2) -> str:
+    """What Megatron and our log print in a run."""
+    return "".join(
+        f" iteration {number:8d}/       2 | lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: "
+        f"{norm:.3f} |\n fssdp iteration {number:8d} | replicas: {replicas} | copies took 1 ms\n"
+        for number, (loss, norm) in enumerate(steps, start=1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "is_good"),
+    [
+        (0, lines((4.5, 1.25), (4.4, 1.5)), True),
+        (0, lines((4.5, 1.25), (4.400004, 1.501)), True),
+        (0, lines((4.5, 1.25), (4.4001, 1.5)), False),
+        (0, lines((4.5, 1.25), (4.4, 1.502)), False),
+        (0, lines((4.5, 1.25), (float("nan"), 1.5)), False),
+        (0, lines((4.5, 1.25), (4.4, 1.5), replicas=0), False),
+        (0, lines((4.5, 1.25)), False),
+        (1, lines((4.5, 1.25), (4.4, 1.5)), False),
+    ],
+)
+def test_a_run_is_compared_with_plain_ep(
+    script: Any, status: int, output: str, is_good: bool
+) -> None:
+    ep = script.Run(0, lines((4.5, 1.25), (4.4, 1.5), replicas=0))
+    assert script.compare("fssdp", script.Run(status, output), ep, 2).is_good is is_good
 
 
 @pytest.mark.parametrize(
