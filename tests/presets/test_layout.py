@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_fssdp.presets.files import Args, choose_layout, list_names, merge, read_preset
+from megatron_fssdp.presets.files import (
+    CONFIGS,
+    Args,
+    choose_layout,
+    list_names,
+    merge,
+    read_preset,
+)
 from megatron_fssdp.presets.layout import estimate_memory, read_layout
 from megatron_fssdp.presets.sizes import count_parameters
 
@@ -46,6 +53,25 @@ def test_layouts_divide_and_fit(name: str, num_gpus: int) -> None:
     memory = estimate_memory(args, num_gpus)
     is_large = (name, num_gpus) in LARGE
     assert (80 * GB if is_large else 0) < memory.total < (141 if is_large else 80) * GB
+
+
+def presets_table() -> str:
+    """Build the README's table: from how many nodes on a model fits GPUs of 80 and 141 GB."""
+    lines = ["| preset | published parameters | nodes of 8 GPUs, 80 GB each | with 141 GB |"]
+    lines.append("| --- | --- | --- | --- |")
+    for name in list_names("models"):
+        published = read_preset(name).parameters["total"] / 1e9
+        worlds = [num_gpus for other, num_gpus in cases() if other == name]
+        needs = {gpus: estimate_memory(args_for(name, gpus), gpus).total for gpus in worlds}
+        least = [min(g for g, need in needs.items() if need < size * GB) // 8 for size in (80, 141)]
+        cells = " | ".join(f"{nodes} to 64" for nodes in least)
+        lines.append(f"| `{name}` | {published:g} B | {cells} |")
+    return "\n".join(lines)
+
+
+def test_readmes_table_is_current() -> None:
+    readme = (CONFIGS.resolve().parent / "README.md").read_text()
+    assert presets_table() in readme, f"the README's table should be\n\n{presets_table()}\n"
 
 
 def test_the_papers_models_fit_the_papers_clusters() -> None:
