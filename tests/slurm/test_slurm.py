@@ -212,6 +212,11 @@ def test_stops_with_a_checkpoint_and_resumes(cluster: Cluster) -> None:
     # Finished: not queued a second time.
     assert json.loads((cluster.folder / "state.json").read_text())["log"] == state["log"]
     assert "queued again" not in second.stdout
+    if ALL:
+        whole = cluster.sbatch("srun", OUTPUT_PATH=str(cluster.folder / "whole"))
+        assert whole.returncode == 0
+        logs = cluster.folder / "whole" / "slurm_logs" / "4711"
+        assert ITERATION.findall((logs / "run-2.log").read_text())[-1] == resumed[-1]
 
 
 def test_a_job_that_fails_is_not_queued_again(cluster: Cluster) -> None:
