@@ -29,7 +29,7 @@ setup(
         "psutil>=5.9",
         "PyYAML>=6",
         "rich>=13",
-        "typer>=0.12",
+        "typer>=0.19",
     ],
     # NVIDIA Apex is optional too, but PyPI's "apex" is another project: install it from
     # NVIDIA's repository. Megatron falls back to torch without it.

@@ -104,7 +104,7 @@ def test_a_layout_serves_up_to_the_next() -> None:
     pipeline = "--pipeline-model-parallel-size"
     chosen = {gpus: choose_layout(preset, gpus).get(pipeline) for gpus in (8, 16, 24, 32, 512)}
     assert chosen == {8: None, 16: 2, 24: 2, 32: 4, 512: 4}
-    with pytest.raises(ValueError, match="DeepSeek-V3 does not fit 64 GPUs.* for 128 GPUs"):
+    with pytest.raises(ValueError, match=r"DeepSeek-V3 does not fit 64 GPUs.* for 128 GPUs"):
         choose_layout(read_preset("deepseek_v3"), 64)
 
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_fssdp.presets.files import Args, choose_layout, list_names, merge, read_preset
+from megatron_fssdp.presets.files import (
+    CONFIGS,
+    Args,
+    choose_layout,
+    list_names,
+    merge,
+    read_preset,
+)
 from megatron_fssdp.presets.layout import estimate_memory, read_layout
 from megatron_fssdp.presets.sizes import count_parameters
 
@@ -19,23 +26,23 @@ LARGE = {
 }
 
 
+PRESETS = {name: read_preset(name) for name in list_names("models")}
+# Every model on every power of two of nodes from its smallest layout to 64.
+CASES = [
+    (name, num_gpus)
+    for name, preset in PRESETS.items()
+    for num_gpus in (8, 16, 32, 64, 128, 256, 512)
+    if num_gpus >= min(preset.layouts)
+]
+
+
 def args_for(name: str, num_gpus: int) -> Args:
-    preset = read_preset(name)
+    preset = PRESETS[name]
     fssdp = {"--moe-parallel": "fssdp", **preset.fssdp_args}
     return merge([preset.args, fssdp, choose_layout(preset, num_gpus)])
 
 
-def cases() -> list[tuple[str, int]]:
-    """Every model on every power of two of nodes from its smallest layout to 64."""
-    return [
-        (name, num_gpus)
-        for name in list_names("models")
-        for num_gpus in (8, 16, 32, 64, 128, 256, 512)
-        if num_gpus >= min(read_preset(name).layouts)
-    ]
-
-
-@pytest.mark.parametrize(("name", "num_gpus"), cases())
+@pytest.mark.parametrize(("name", "num_gpus"), CASES)
 def test_layouts_divide_and_fit(name: str, num_gpus: int) -> None:
     args = args_for(name, num_gpus)
     layout = read_layout(args, num_gpus)
@@ -48,15 +55,34 @@ def test_layouts_divide_and_fit(name: str, num_gpus: int) -> None:
     assert (80 * GB if is_large else 0) < memory.total < (141 if is_large else 80) * GB
 
 
+def presets_table() -> str:
+    """Build the README's table: from how many nodes on a model fits GPUs of 80 and 141 GB."""
+    lines = ["| preset | published parameters | nodes of 8 GPUs, 80 GB each | with 141 GB |"]
+    lines.append("| --- | --- | --- | --- |")
+    for name, preset in PRESETS.items():
+        published = preset.parameters["total"] / 1e9
+        worlds = [num_gpus for other, num_gpus in CASES if other == name]
+        needs = {gpus: estimate_memory(args_for(name, gpus), gpus).total for gpus in worlds}
+        least = [min(g for g, need in needs.items() if need < size * GB) // 8 for size in (80, 141)]
+        cells = " | ".join(f"{nodes} to 64" for nodes in least)
+        lines.append(f"| `{name}` | {published:g} B | {cells} |")
+    return "\n".join(lines)
+
+
+def test_readmes_table_is_current() -> None:
+    readme = (CONFIGS.resolve().parent / "README.md").read_text()
+    assert presets_table() in readme, f"the README's table should be\n\n{presets_table()}\n"
+
+
 def test_the_papers_models_fit_the_papers_clusters() -> None:
     for name in ("gpt_moe_s", "gpt_moe_l", "bert_moe", "bert_moe_deep"):
         assert estimate_memory(args_for(name, 32), 32).total < 32 * GB
 
 
-@pytest.mark.parametrize("name", list_names("models"))
+@pytest.mark.parametrize("name", PRESETS)
 def test_active_parameters(name: str) -> None:
     """Published to two digits; some publishers leave the embedding out, some do not."""
-    preset = read_preset(name)
+    preset = PRESETS[name]
     published, sizes = preset.parameters.get("active"), count_parameters(preset.args)
     if published is not None:
         counts = (sizes.active, sizes.active - sizes.embedding)

@@ -11,16 +11,15 @@ from tests.ranks import run_ranks
 
 
 def test_megatrons_parser_takes_every_preset_and_layout() -> None:
-    """With validate_args and our own checks, for plain EP and for FSSDP."""
+    """With its validate_args and, for FSSDP, our own checks after it."""
     commands = {}
     for name in list_names("models"):
         preset = read_preset(name)
-        for num_gpus in sorted({*preset.layouts, 512}):
+        fssdp = {"--moe-parallel": "fssdp", **preset.fssdp_args}
+        for num_gpus in preset.layouts:
             layout = choose_layout(preset, num_gpus)
             common = merge([preset.args, layout, {"--mock-data": True}])
-            commands[f"{name} {num_gpus} ep"] = (to_words(common), num_gpus)
-            fssdp = {"--moe-parallel": "fssdp", **preset.fssdp_args}
-            commands[f"{name} {num_gpus} fssdp"] = (to_words(merge([common, fssdp])), num_gpus)
+            commands[f"{name} {num_gpus}"] = (to_words(merge([common, fssdp])), num_gpus)
     # A flag that Megatron does not know must fail, or nothing above was checked.
     commands["unknown"] = ([*to_words(common), "--no-such-flag"], num_gpus)
     (found,) = run_ranks(1, check_command_lines, commands)
@@ -40,7 +39,7 @@ def test_parameters_are_the_published(name: str, counts: dict[str, dict[str, int
     parts = dict(counts[name])
     for left_out in published.get("without", []):
         parts.pop(left_out)
-    assert sum(parts.values()) == pytest.approx(published["total"], rel=0.01)
+    assert sum(parts.values()) == pytest.approx(published["total"], rel=0.003)
 
 
 @pytest.mark.parametrize("name", list_names("models"))

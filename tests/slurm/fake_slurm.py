@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Stand-ins for sbatch, srun and scontrol: pretended nodes on this machine.
 
-Installed under each of the three names (see test_slurm.py). What they do as SLURM does: sbatch reads
-the #SBATCH lines, its own options win, and the file runs from a copy elsewhere; srun starts the
-tasks with their SLURM_* variables, labels their output, ends all if one fails, and a signal reaches
-every process of the step, whatever its session; scontrol lists hosts and notes what is queued again.
+Installed under each of the three names (see test_slurm.py). What they do as SLURM does: sbatch
+reads the #SBATCH lines, its own options win, and the file runs from a copy elsewhere; srun starts
+the tasks with their SLURM_* variables, labels their output and ends all if one fails; a signal
+reaches every process of the step, whatever its session; scontrol lists hosts and queues again.
 """
 
 from __future__ import annotations
@@ -109,9 +109,7 @@ def srun(words: list[str]) -> int:
                     was_signalled.set()
                     signal_step(tasks, signal.SIGTERM)
 
-        threads = [
-            threading.Thread(target=copy_output, args=pair) for pair in enumerate(tasks)
-        ]
+        threads = [threading.Thread(target=copy_output, args=pair) for pair in enumerate(tasks)]
         for thread in threads:
             thread.start()
         status = wait(tasks)

@@ -1,4 +1,4 @@
-"""The SLURM files: clean, failing fast, and training on two pretended nodes, stopped and resumed."""
+"""The SLURM files: clean, failing fast, training on two pretended nodes, stopped and resumed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ import yaml
 from megatron_fssdp.integration.cpu_platform import MEGATRON_FLAGS
 from megatron_fssdp.presets.files import from_words
 from tests.pretrain import MODEL_FLAGS, ROOT
+from tests.ranks import ALL
 
 FILES = sorted((ROOT / "scripts" / "slurm").glob("*.sbatch"))
 LAUNCHERS = ("srun", "torchrun")
+# Importing Megatron is most of a job's time.
+RANKS_PER_NODE = 2 if ALL else 1
 ITERATION = re.compile(r"iteration +(\d+)/.*lm loss: (\S+)")
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Two pretended nodes of two ranks, with a folder that they share."""
+    """Two pretended nodes, with a folder that they share."""
 
     folder: Path
 
@@ -49,9 +52,9 @@ class Cluster:
             "PYTHONWARNINGS": "ignore",
             "OMP_NUM_THREADS": "1",
             "PRESET": str(self.folder / "tiny.yaml"),
-            "GPUS_PER_NODE": "2",
+            "GPUS_PER_NODE": str(RANKS_PER_NODE),
             "OUTPUT_PATH": str(self.output),
-            "EXTRA_ARGS": "--fssdp-log-plan 1 --fssdp-ranks-per-node 2",
+            "EXTRA_ARGS": f"--fssdp-log-plan 1 --fssdp-ranks-per-node {RANKS_PER_NODE}",
             **env,
         }
         return subprocess.run(
@@ -82,7 +85,7 @@ def cluster(tmp_path: Path) -> Cluster:
     model = from_words([*MODEL_FLAGS.split(), *MEGATRON_FLAGS])
     model |= {"--train-iters": 8, "--padded-vocab-size": 128, "--use-distributed-optimizer": True}
     model |= {"--dist-ckpt-optim-fully-reshardable": True, "--global-batch-size": 8}
-    model["--expert-model-parallel-size"] = 4
+    model["--expert-model-parallel-size"] = 2 * RANKS_PER_NODE
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({"MODEL_ARGS": model}))
     return Cluster(tmp_path)
 
@@ -155,7 +158,7 @@ def test_settings_must_be_given(launcher: str, cluster: Cluster) -> None:
 
 @pytest.mark.parametrize(
     ("launcher", "tasks", "inner"),
-    [("srun", (8, 16), []), ("torchrun", (1, 2), ["--nnodes 2", '--master-addr localhost'])],
+    [("srun", (8, 16), []), ("torchrun", (1, 2), ["--nnodes 2", "--master-addr localhost"])],
 )
 def test_dry_run_prints_both_commands(
     launcher: str, tasks: tuple[int, int], inner: list[str], cluster: Cluster
@@ -186,7 +189,7 @@ def test_container(launcher: str, cluster: Cluster) -> None:
 
 
 def test_stops_with_a_checkpoint_and_resumes(cluster: Cluster) -> None:
-    """Two nodes of two ranks are one world; a signal saves; the job goes on where it stopped.
+    """Two nodes are one world; a signal saves; the job goes on where it stopped.
 
     The first half under torchrun, the second under srun: the checkpoint does not know.
     """
@@ -205,15 +208,30 @@ def test_stops_with_a_checkpoint_and_resumes(cluster: Cluster) -> None:
     assert second.returncode == 0, second.stdout + second.stderr + cluster.log(1)
     resumed = ITERATION.findall(cluster.log(1))
     assert [int(number) for number, _ in resumed] == list(range(saved + 1, 9))
-    assert "world size: 4" in cluster.log(1)
+    assert f"world size: {2 * RANKS_PER_NODE}," in cluster.log(1)
     # Finished: not queued a second time.
     assert json.loads((cluster.folder / "state.json").read_text())["log"] == state["log"]
     assert "queued again" not in second.stdout
+    if ALL:
+        whole = cluster.sbatch("srun", OUTPUT_PATH=str(cluster.folder / "whole"))
+        assert whole.returncode == 0
+        logs = cluster.folder / "whole" / "slurm_logs" / "4711"
+        assert ITERATION.findall((logs / "run-2.log").read_text())[-1] == resumed[-1]
 
 
 def test_a_job_that_fails_is_not_queued_again(cluster: Cluster) -> None:
-    done = cluster.sbatch("torchrun", EXTRA_ARGS="--no-such-flag 1")
-    assert done.returncode != 0
-    assert "failed with status" in done.stderr
-    assert "unrecognized arguments: --no-such-flag" in cluster.log(0)
+    done = cluster.sbatch("torchrun", PRESET="mixtral")
+    assert done.returncode == 2
+    assert "failed with status 2" in done.stderr
+    assert "fssdp train: there is no model named 'mixtral'" in cluster.log(0)
+    assert json.loads((cluster.folder / "state.json").read_text())["log"] == []
+
+
+def test_a_job_that_saves_nothing_is_not_queued_again(cluster: Cluster) -> None:
+    """Or it would come back for ever."""
+    program = cluster.folder / "bin" / "fssdp"
+    program.write_text("#!/bin/bash\necho '[exiting program after 220 minutes] datetime:'\n")
+    done = cluster.sbatch("srun")
+    assert done.returncode == 1
+    assert "no checkpoint was written since iteration 0: not queued again" in done.stderr
     assert json.loads((cluster.folder / "state.json").read_text())["log"] == []
