@@ -203,7 +203,7 @@ def heat_maps(result: Result, system: SystemResult) -> Picture | None:
                 vmin=2 - top,
                 vmax=top,
                 aspect="auto",
-                interpolation="nearest",
+                interpolation="none",
                 extent=(-0.5, num_ranks - 0.5, num_layers - 0.5, -0.5),
             )
             axis.set_title(f"{name}: worst {loads_LR.max():.2f}")
