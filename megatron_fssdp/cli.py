@@ -67,6 +67,62 @@ def calibrate(
     typer.echo(f"wrote {output}; measured: {measured['measured']}")
 
 
+@app.command()
+def simulate(
+    model: Annotated[str, typer.Option(help="Preset in configs/models, or a file like one.")],
+    cluster: Annotated[str, typer.Option(help="Cluster in configs/clusters, or a cluster file.")],
+    trace: Annotated[
+        str, typer.Option(help="Recorded loads (a folder or file), or zipf:EXPONENT, made up.")
+    ],
+    systems: Annotated[
+        str, typer.Option(help="What to compare, separated by commas.")
+    ] = "ep,fastermoe,smartmoe,flexmoe,eplb,laer,moonep,fssdp",
+    nodes: Annotated[
+        int | None, typer.Option(help="Nodes of the cluster. Default: the preset's fewest.")
+    ] = None,
+    iterations: Annotated[
+        int | None, typer.Option(help="Iterations that count, after 5 that are only watched.")
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(help="Sequences of an iteration. Default: the preset's.")
+    ] = None,
+    slots: Annotated[int, typer.Option(help="Spare expert slots of a rank and layer.")] = 2,
+    timeline: Annotated[
+        int | None,
+        typer.Option(help="Iteration of the trace whose events are kept. Default: the first."),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
+    chrome_trace: Annotated[
+        Path | None, typer.Option(help="Write the iteration's events for ui.perfetto.dev.")
+    ] = None,
+) -> None:
+    """Simulate a job under several systems: time, memory, balance, traffic. Needs no GPU."""
+    from rich.console import Console
+
+    from megatron_fssdp.simulation.systems import Options
+    from megatron_fssdp.tools import simulate as tool
+
+    try:
+        request = tool.Request(
+            model=model,
+            cluster=cluster,
+            trace=trace,
+            systems=tool.split_systems(systems),
+            nodes=nodes,
+            iterations=iterations,
+            global_batch=global_batch,
+            options=Options(num_replica_slots=slots),
+            timeline=timeline,
+            keeps_events=json is not None or chrome_trace is not None,
+        )
+        result = tool.run(request, Console())
+    except ValueError as error:
+        typer.echo(f"fssdp simulate: {error}", err=True)
+        raise typer.Exit(code=2) from None
+    for path in tool.write_files(result, json, chrome_trace):
+        typer.echo(f"wrote {path}")
+
+
 def main() -> None:
     """Run the command line."""
     app()

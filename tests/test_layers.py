@@ -16,13 +16,14 @@ ALLOWED = {
     "version": set(),
     "config": set(),
     "planning": set(),
-    "simulation": {"planning"},
+    "presets": set(),
+    "simulation": {"planning", "presets"},
     "collectives": {"planning"},
     "experts": {"planning", "collectives"},
     "integration": {"planning", "simulation", "collectives", "experts", "config", "version"},
-    "tools": {"planning", "simulation", "collectives", "experts"},
+    "tools": {"planning", "presets", "simulation", "collectives", "experts"},
     "launch": {"integration"},
-    "cli": {"planning", "simulation", "integration", "tools", "config", "version"},
+    "cli": {"planning", "presets", "simulation", "integration", "tools", "config", "version"},
     "__init__": {"version"},
 }
 

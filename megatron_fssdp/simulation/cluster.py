@@ -10,7 +10,8 @@ wrote). Keys that only the simulator uses, all optional:
     compute:
       memory_bytes_per_s: 3e12 # what passes that only move data reach; default: they take nothing
       cores_per_node: 2        # CPU cores that a node's ranks share, where they are fewer
-    memory_bytes: 80e9         # of a rank
+    gpu:
+      memory_bytes: 80e9       # of a rank
 
 Shape letter: R ranks of one group.
 """
@@ -189,7 +190,7 @@ def cluster_from_mapping(
         size = int(size[0])
     links = Topology.from_mapping({**topology, "ranks_per_node": 1}, 1)
     adapters, cores = topology.get("adapters_per_node"), compute.get("cores_per_node")
-    memory = values.get("memory_bytes")
+    memory = values.get("gpu", {}).get("memory_bytes")
     return Cluster(
         name=str(values.get("name", name)),
         ranks_per_node=size,

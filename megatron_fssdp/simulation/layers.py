@@ -139,7 +139,8 @@ def share_link(first_s: Float64Array | float, second_s: float) -> tuple[Float64A
     """Let two transfers share a link fairly from one start on.
 
     Args:
-        first_s, second_s: seconds that each would take alone.
+        first_s: seconds that one would take alone; an array for ranks with different ones.
+        second_s: the same of the other.
 
     Returns:
         When each ends. The shorter ends after twice its time, the longer when both are done:

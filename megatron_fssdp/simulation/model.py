@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 
-"""The model and its parallel layout, read from a preset of Megatron's flags.
+"""The job that is simulated: a model, its parallel layout and batch, read from Megatron's flags.
 
-A preset (`configs/models/*.yaml`) has a mapping `MODEL_ARGS` of literal flags, `--num-layers: 61`;
-true stands for a switch. Only what decides sizes and times is read here; other flags are ignored.
-Formulas count multiplications and additions of matrix products, 2 per parameter and token.
+`read_job` takes a preset (`configs/models`); parameters and the split over pipeline stages are
+those of `presets`. Times follow from matrix products: 2 operations per parameter and token.
 """
 
 from __future__ import annotations
 
-import ast
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 from megatron_fssdp.planning.cost import LayerShape
+from megatron_fssdp.presets.files import choose_layout, merge, read_preset
+from megatron_fssdp.presets.layout import read_layout
+from megatron_fssdp.presets.sizes import Sizes, count_parameters
 
 Recompute = Literal["none", "moe", "full"]
 
@@ -33,10 +32,8 @@ class Layout:
         num_ranks: W.
         tp, pp, cp, ep, etp: parallel sizes.
         micro_batch: sequences of a micro-batch.
-        global_batch: sequences of an iteration.
-
-    Raises:
-        ValueError: if the sizes do not divide the ranks, or the ranks the batch.
+        num_microbatches: of a pipeline in an iteration.
+        layers_P: transformer layers of each stage.
     """
 
     num_ranks: int
@@ -46,21 +43,8 @@ class Layout:
     ep: int = 1
     etp: int = 1
     micro_batch: int = 1
-    global_batch: int | None = None
-
-    def __post_init__(self) -> None:
-        dense, experts = self.tp * self.pp * self.cp, self.etp * self.pp * self.ep
-        if self.num_ranks % dense or self.num_ranks % experts:
-            raise ValueError(
-                f"{self.num_ranks} ranks cannot be split: tp {self.tp} x pp {self.pp} x cp "
-                f"{self.cp} = {dense} and etp {self.etp} x pp {self.pp} x ep {self.ep} = {experts} "
-                "must both divide them; choose another number of nodes or smaller sizes"
-            )
-        if self.global_batch is not None and self.global_batch % (self.micro_batch * self.dp):
-            raise ValueError(
-                f"a global batch of {self.global_batch} sequences is no multiple of micro-batch "
-                f"{self.micro_batch} x data-parallel size {self.dp}"
-            )
+    num_microbatches: int = 1
+    layers_P: tuple[int, ...]
 
     @property
     def dp(self) -> int:
@@ -73,16 +57,19 @@ class Layout:
         return self.num_ranks // (self.etp * self.pp * self.ep)
 
     @property
-    def num_microbatches(self) -> int:
-        """Micro-batches of an iteration; 1 if no global batch is given."""
-        if self.global_batch is None:
-            return 1
-        return self.global_batch // (self.micro_batch * self.dp)
-
-    @property
     def ranks_per_stage(self) -> int:
         """Ranks of a pipeline stage."""
         return self.num_ranks // self.pp
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of an iteration."""
+        return self.micro_batch * self.num_microbatches * self.dp
+
+    def layers_of(self, stage: int) -> range:
+        """Return the numbers of a stage's layers, from 1."""
+        first = sum(self.layers_P[:stage]) + 1
+        return range(first, first + self.layers_P[stage])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,78 +78,58 @@ class ModelShape:
 
     Attributes:
         name: for titles.
-        num_layers: transformer layers.
-        moe_layers: numbers of the MoE layers, from 1; the others have a dense MLP.
-        hidden_size, ffn_size, moe_ffn_size: widths; `ffn_size` is that of dense MLPs.
-        num_experts, topk: E, and experts of a token.
-        shared_ffn_size: width of the shared expert, 0 if there is none.
-        attention_params: of a layer's attention, all its products with weights.
+        sizes: its parameters by part.
+        hidden_size, ffn_size, moe_ffn_size, shared_ffn_size: widths; `ffn_size` is that of dense
+            MLPs, `shared_ffn_size` 0 where there is no shared expert.
+        num_matrices: of an expert: 3 with a gated activation, else 2.
         core_width: numbers that a token's query meets a key with, and gets from a value, over all
             heads: heads * (query width + value width).
-        num_matrices: 3 with a gated activation, else 2.
-        vocab_size: of the embedding and the output.
-        is_tied: embedding and output share their weights.
+        vocab_size: of the output.
         sequence: tokens of a sequence.
-        is_causal: a token sees those before it only: half of the scores.
     """
 
     name: str
-    num_layers: int
-    moe_layers: tuple[int, ...]
+    sizes: Sizes
     hidden_size: int
     ffn_size: int
     moe_ffn_size: int
-    num_experts: int
-    topk: int
-    shared_ffn_size: int = 0
-    attention_params: int
+    shared_ffn_size: int
+    num_matrices: int
     core_width: int
-    num_matrices: int = 3
     vocab_size: int
-    is_tied: bool = True
     sequence: int
-    is_causal: bool = True
 
     @property
-    def expert_params(self) -> int:
-        """Parameters of one expert."""
-        return self.num_matrices * self.hidden_size * self.moe_ffn_size
+    def num_experts(self) -> int:
+        """E."""
+        return self.sizes.num_experts
 
     @property
-    def shared_params(self) -> int:
-        """Parameters of a MoE layer's shared expert and router."""
-        shared = self.num_matrices * self.hidden_size * self.shared_ffn_size
-        return shared + self.hidden_size * self.num_experts
-
-    def dense_params(self, layer: int) -> int:
-        """Parameters of a layer besides its routed experts; `layer` counts from 1."""
-        if layer in self._moe:
-            return self.attention_params + self.shared_params
-        return self.attention_params + self.num_matrices * self.hidden_size * self.ffn_size
+    def topk(self) -> int:
+        """Experts of a token."""
+        return self.sizes.topk
 
     @cached_property
-    def _moe(self) -> frozenset[int]:
-        return frozenset(self.moe_layers)
+    def moe_layers(self) -> tuple[int, ...]:
+        """Numbers of the MoE layers, from 1."""
+        return tuple(number for number, is_moe in enumerate(self.sizes.is_moe_L, 1) if is_moe)
 
-    @property
-    def num_params(self) -> int:
-        """Parameters of the whole model."""
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.is_tied else 2)
-        dense = sum(self.dense_params(layer) for layer in range(1, self.num_layers + 1))
-        return embeddings + dense + len(self.moe_layers) * self.num_experts * self.expert_params
+    def is_moe(self, layer: int) -> bool:
+        """Whether a layer has experts; layers count from 1."""
+        return self.sizes.is_moe_L[layer - 1]
+
+    def dense_params(self, layer: int) -> int:
+        """Parameters of a layer besides its routed experts; layers count from 1."""
+        return self.sizes.dense_of(self.is_moe(layer))
 
     def dense_flops(self, layer: int) -> float:
-        """Operations of one token forward, in a layer besides its routed experts."""
-        seen = self.sequence / (2 if self.is_causal else 1)
-        return 2.0 * self.dense_params(layer) + 2.0 * self.core_width * seen
+        """Operations of one token forward, in a layer besides its routed experts.
 
-    def layers_of(self, stage: int, pp: int) -> range:
-        """Return the numbers of a pipeline stage's layers; the first stages have the rest."""
-        each, extra = divmod(self.num_layers, pp)
-        first = stage * each + min(stage, extra) + 1
-        return range(first, first + each + (stage < extra))
+        A token sees half of the sequence, as the attention is causal.
+        """
+        return 2.0 * self.dense_params(layer) + 2.0 * self.core_width * self.sequence / 2
 
-    def layer_shape(self, grad_bytes: int = 4, param_bytes: int = 2) -> LayerShape:
+    def layer_shape(self, grad_bytes: int, param_bytes: int) -> LayerShape:
         """Return the sizes that the planner's cost model takes."""
         return LayerShape(
             hidden_size=self.hidden_size,
@@ -185,6 +152,7 @@ class Job:
         has_distributed_optimizer: optimizer state is cut over data-parallel ranks.
         overlaps_grad_reduce, overlaps_param_gather: data-parallel traffic under computation.
         recompute: "moe": MoE layers are computed again in the backward; "full": all layers.
+        notes: what of the flags is not modelled.
     """
 
     shape: ModelShape
@@ -194,15 +162,7 @@ class Job:
     overlaps_grad_reduce: bool = True
     overlaps_param_gather: bool = False
     recompute: Recompute = "none"
-
-    def __post_init__(self) -> None:
-        if self.shape.num_experts % self.layout.ep:
-            raise ValueError(
-                f"{self.shape.num_experts} experts cannot be owned evenly by expert-parallel size "
-                f"{self.layout.ep}: choose a divisor"
-            )
-        if self.layout.pp > self.shape.num_layers:
-            raise ValueError(f"{self.shape.num_layers} layers cannot fill {self.layout.pp} stages")
+    notes: tuple[str, ...] = ()
 
     @property
     def tokens_per_rank(self) -> int:
@@ -215,158 +175,99 @@ class Job:
         tokens = layout.micro_batch * self.shape.sequence * layout.etp
         return max(tokens // (layout.tp * layout.cp), 1)
 
-    def on(self, num_ranks: int, global_batch: int | None = None) -> Job:
-        """Return the job on another number of ranks."""
-        batch = self.layout.global_batch if global_batch is None else global_batch
-        return replace(self, layout=replace(self.layout, num_ranks=num_ranks, global_batch=batch))
+    def with_microbatches(self, num_microbatches: int) -> Job:
+        """Return the job with another batch."""
+        return replace(self, layout=replace(self.layout, num_microbatches=num_microbatches))
 
 
-def read_job(path: str | Path, num_ranks: int | None = None, **overrides: int) -> Job:
-    """Read a preset.
+def read_job(
+    name: str, num_ranks: int | None = None, changes: Mapping[str, Any] | None = None
+) -> Job:
+    """Read a preset with its layout for a number of ranks.
 
     Args:
-        path: of the YAML file.
-        num_ranks: W; None: as many as the preset's `GPUS`, or the least that its sizes need.
-        overrides: attributes of `Layout` that replace the preset's.
+        name: of a preset, or the path of a file like one.
+        num_ranks: W; None: what the preset's smallest layout is for.
+        changes: flags that replace the preset's.
 
     Raises:
-        ValueError: if the file is no preset, or lacks a flag that sizes depend on.
+        ValueError: if there is no such preset, or its sizes do not divide.
     """
-    import yaml
-
-    values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    if not isinstance(values, dict) or not isinstance(values.get("MODEL_ARGS"), dict):
-        raise ValueError(f"{path} is no preset: it has no mapping MODEL_ARGS of Megatron's flags")
-    try:
-        return job_from_flags(values["MODEL_ARGS"], Path(path).stem, num_ranks, **overrides)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def job_from_flags(
-    flags: Mapping[str, Any], name: str, num_ranks: int | None = None, **overrides: int
-) -> Job:
-    """Build a job from Megatron's flags; see `read_job`."""
-    get = _Flags(flags)
-    pp, ep = (
-        get.size("--pipeline-model-parallel-size", 1),
-        get.size("--expert-model-parallel-size", 1),
-    )
-    sizes: dict[str, Any] = {
-        "tp": get.size("--tensor-model-parallel-size", 1),
-        "pp": pp,
-        "cp": get.size("--context-parallel-size", 1),
-        "ep": ep,
-        "micro_batch": get.size("--micro-batch-size", 1),
-        "global_batch": get.size("--global-batch-size", 0) or None,
-    }
-    sizes["etp"] = get.size("--expert-tensor-parallel-size", sizes["tp"])
-    sizes |= {key: value for key, value in overrides.items() if value is not None}
+    preset = read_preset(name)
     if num_ranks is None:
-        dense, experts = sizes["tp"] * sizes["cp"], sizes["etp"] * sizes["ep"]
-        num_ranks = sizes["pp"] * max(dense, experts)
-    granularity = flags.get("--recompute-granularity")
-    modules = str(flags.get("--recompute-modules", "core_attn")).split()
+        num_ranks = min(preset.layouts, default=1)
+    args = merge([preset.args, choose_layout(preset, num_ranks), changes or {}])
+    return job_from_flags(args, preset.name, num_ranks)
+
+
+def job_from_flags(args: Mapping[str, Any], name: str, num_ranks: int) -> Job:
+    """Build a job from Megatron's flags.
+
+    Raises:
+        ValueError: if the model has no experts, a flag is missing or sizes do not divide.
+    """
+    if not args.get("--num-experts"):
+        raise ValueError(f"{name} has no --num-experts: there is nothing to simulate")
+    try:
+        layout = read_layout(dict(args), num_ranks)
+        shape = _shape(args, name)
+    except KeyError as error:
+        raise ValueError(f"{name} lacks the flag {error}") from error
+    modules = str(args.get("--recompute-modules", "core_attn")).split()
     recompute: Recompute = "none"
-    if granularity == "full":
+    if args.get("--recompute-granularity") == "full":
         recompute = "full"
-    elif granularity == "selective" and "moe" in modules:
+    elif args.get("--recompute-granularity") == "selective" and "moe" in modules:
         recompute = "moe"
     return Job(
-        shape=_shape(get, name),
-        layout=Layout(num_ranks=num_ranks, **sizes),
-        param_bytes=2 if flags.get("--bf16") or flags.get("--fp16") else 4,
-        has_distributed_optimizer=bool(flags.get("--use-distributed-optimizer")),
-        overlaps_grad_reduce=bool(flags.get("--overlap-grad-reduce")),
-        overlaps_param_gather=bool(flags.get("--overlap-param-gather")),
+        shape=shape,
+        layout=Layout(
+            num_ranks=num_ranks,
+            tp=layout.tp,
+            pp=layout.pp,
+            cp=layout.cp,
+            ep=layout.ep,
+            etp=layout.etp,
+            micro_batch=int(args["--micro-batch-size"]),
+            num_microbatches=layout.num_microbatches,
+            layers_P=layout.layers_P,
+        ),
+        param_bytes=2 if args.get("--bf16") or args.get("--fp16") else 4,
+        has_distributed_optimizer=bool(args.get("--use-distributed-optimizer")),
+        overlaps_grad_reduce=bool(args.get("--overlap-grad-reduce")),
+        overlaps_param_gather=bool(args.get("--overlap-param-gather")),
         recompute=recompute,
+        notes=_not_modelled(args),
     )
 
 
-class _Flags:
-    """A mapping of flags that says what is missing."""
-
-    def __init__(self, flags: Mapping[str, Any]) -> None:
-        self.flags = flags
-
-    def size(self, name: str, default: int | None = None) -> int:
-        value = self.flags.get(name, default)
-        if value is None:
-            raise ValueError(f"the preset lacks {name}")
-        try:
-            return int(value)
-        except (TypeError, ValueError):
-            raise ValueError(f"{name} is {value!r}; it must be a whole number") from None
+def _not_modelled(args: Mapping[str, Any]) -> tuple[str, ...]:
+    notes = []
+    if args.get("--num-virtual-stages-per-pipeline-rank", 1) != 1:
+        notes.append("interleaved pipeline stages are simulated as plain 1F1B")
+    if args.get("--mtp-num-layers"):
+        notes.append("multi-token prediction is left out")
+    if args.get("--moe-token-dispatcher-type", "alltoall") != "alltoall":
+        notes.append("tokens are exchanged as the alltoall dispatcher does it")
+    return tuple(notes)
 
 
-def _shape(get: _Flags, name: str) -> ModelShape:
-    flags, hidden = get.flags, get.size("--hidden-size")
-    heads, num_layers = get.size("--num-attention-heads"), get.size("--num-layers")
-    params, core = _attention(get, hidden, heads)
-    ffn = get.size("--ffn-hidden-size", 4 * hidden)
-    vocab = get.size("--padded-vocab-size", 0) or get.size("--vocab-size", 0) or 128256
+def _shape(args: Mapping[str, Any], name: str) -> ModelShape:
+    hidden, heads = args["--hidden-size"], args["--num-attention-heads"]
+    ffn = args.get("--ffn-hidden-size", 4 * hidden)
+    core_width = 2 * heads * args.get("--kv-channels", hidden // heads)
+    if args.get("--multi-latent-attention"):
+        query = args["--qk-head-dim"] + args["--qk-pos-emb-head-dim"]
+        core_width = heads * (query + args["--v-head-dim"])
     return ModelShape(
         name=name,
-        num_layers=num_layers,
-        moe_layers=_moe_layers(flags.get("--moe-layer-freq", 1), num_layers),
+        sizes=count_parameters(args),
         hidden_size=hidden,
         ffn_size=ffn,
-        moe_ffn_size=get.size("--moe-ffn-hidden-size", ffn),
-        num_experts=get.size("--num-experts"),
-        topk=get.size("--moe-router-topk", 2),
-        shared_ffn_size=get.size("--moe-shared-expert-intermediate-size", 0),
-        attention_params=params,
-        core_width=core,
-        num_matrices=3 if flags.get("--swiglu") else 2,
-        vocab_size=vocab,
-        is_tied=not flags.get("--untie-embeddings-and-output-weights"),
-        sequence=get.size("--seq-length"),
+        moe_ffn_size=args.get("--moe-ffn-hidden-size", ffn),
+        shared_ffn_size=args.get("--moe-shared-expert-intermediate-size", 0),
+        num_matrices=3 if "--swiglu" in args or "--quick-geglu" in args else 2,
+        core_width=core_width,
+        vocab_size=args["--padded-vocab-size"],
+        sequence=args["--seq-length"],
     )
-
-
-def _attention(get: _Flags, hidden: int, heads: int) -> tuple[int, int]:
-    """Return the parameters of a layer's attention, and `core_width`."""
-    flags = get.flags
-    if flags.get("--multi-latent-attention"):
-        nope, rope = get.size("--qk-head-dim", 128), get.size("--qk-pos-emb-head-dim", 64)
-        value, kv_rank = get.size("--v-head-dim", 128), get.size("--kv-lora-rank", 512)
-        q_rank = get.size("--q-lora-rank", 0)
-        query = heads * (nope + rope)
-        params = hidden * q_rank + q_rank * query if q_rank else hidden * query
-        params += hidden * (kv_rank + rope) + kv_rank * heads * (nope + value)
-        return params + heads * value * hidden, heads * (nope + rope + value)
-    width = get.size("--kv-channels", hidden // heads)
-    groups = get.size("--num-query-groups", 1) if flags.get("--group-query-attention") else heads
-    return 2 * hidden * width * (heads + groups), 2 * heads * width
-
-
-def _moe_layers(frequency: Any, num_layers: int) -> tuple[int, ...]:
-    """Read --moe-layer-freq: every so many layers, or a pattern, "([0]*3+[1]*58)"."""
-    if isinstance(frequency, int) or str(frequency).isdigit():
-        step = int(frequency)
-        return tuple(layer + 1 for layer in range(num_layers) if layer % step == 0)
-    pattern = frequency if isinstance(frequency, list) else _pattern(str(frequency))
-    if len(pattern) != num_layers:
-        raise ValueError(f"--moe-layer-freq names {len(pattern)} layers of {num_layers}")
-    return tuple(number for number, is_moe in enumerate(pattern, 1) if is_moe)
-
-
-def _pattern(text: str) -> list[int]:
-    """Evaluate sums and multiples of lists of 0 and 1, and nothing else."""
-    if not re.fullmatch(r"[\[\]()01234567 89,*+]+", text):
-        raise ValueError(f"--moe-layer-freq is {text!r}; allowed are terms like ([0]*3+[1]*58)")
-
-    def value(node: ast.expr) -> Any:
-        if isinstance(node, ast.Constant):
-            return node.value
-        if isinstance(node, ast.List):
-            return [value(each) for each in node.elts]
-        if isinstance(node, ast.BinOp):
-            left, right = value(node.left), value(node.right)
-            return left + right if isinstance(node.op, ast.Add) else left * right
-        raise ValueError(f"--moe-layer-freq is {text!r}; allowed are terms like ([0]*3+[1]*58)")
-
-    found = value(ast.parse(text, mode="eval").body)
-    if not isinstance(found, list):
-        raise ValueError(f"--moe-layer-freq is {text!r}; it must be a list of 0 and 1")
-    return found

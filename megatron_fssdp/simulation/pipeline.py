@@ -38,7 +38,8 @@ def schedule_1f1b(
     (M + S - 1)(f + b): the bubble is S - 1 of them.
 
     Args:
-        forward_SMK, backward_SMK: (S, M, K) seconds of each.
+        forward_SMK: (S, M, K) seconds of each forward.
+        backward_SMK: (S, M, K) seconds of each backward.
         send_s: seconds between stages.
     """
     num_stages, num_micro, num_cases = forward_SMK.shape

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+
+"""Parallel layouts: whether the sizes divide, and how much memory a GPU needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_fssdp.presets.sizes import (
+    ADAM_BYTES,
+    GRAD_BYTES,
+    MASTER_BYTES,
+    RESERVED_BYTES,
+    Args,
+    Sizes,
+    count_parameters,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes of the parallel groups.
+
+    Attributes:
+        tp, pp, cp, ep, etp: tensor, pipeline, context, expert and expert tensor parallelism.
+        dp: replicas of the dense part; edp: of the experts.
+        num_microbatches: of a pipeline in an iteration.
+        layers_P: layers of each pipeline stage.
+    """
+
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    etp: int
+    dp: int
+    edp: int
+    num_microbatches: int
+    layers_P: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of the fullest GPU.
+
+    Attributes:
+        state: weights, gradients and optimizer state; exact.
+        replicas: FSSDP's replica slots, all in use.
+        activations: rough.
+    """
+
+    state: float
+    replicas: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        """All of it, with what CUDA and NCCL take."""
+        return self.state + self.replicas + self.activations + RESERVED_BYTES
+
+
+def read_layout(args: Args, num_gpus: int) -> Layout:
+    """Read the sizes from Megatron's flags, and check that they divide.
+
+    Raises:
+        ValueError: they do not; the message has the flags and the numbers.
+    """
+    tp, pp, cp, ep = (
+        args.get(f"--{name}-parallel-size", 1)
+        for name in ("tensor-model", "pipeline-model", "context", "expert-model")
+    )
+    etp = args.get("--expert-tensor-parallel-size", tp)
+    for what, size, flags in (
+        ("TP x PP x CP", tp * pp * cp, "--tensor-model-, --pipeline-model-, --context-"),
+        ("EP x ETP x PP", ep * etp * pp, "--expert-model-, --expert-tensor-, --pipeline-model-"),
+    ):
+        if num_gpus % size:
+            raise ValueError(
+                f"{num_gpus} GPUs are not a multiple of {what} = {size} ({flags}parallel-size)"
+            )
+    dp = num_gpus // (tp * pp * cp)
+    _check_divides(args, "--num-attention-heads", tp, "--tensor-model-parallel-size")
+    _check_divides(args, "--num-experts", ep, "--expert-model-parallel-size")
+    _check_divides(args, "--padded-vocab-size", tp, "--tensor-model-parallel-size")
+    if tp > 1 and "--num-experts" in args and "--sequence-parallel" not in args:
+        raise ValueError(
+            f"--tensor-model-parallel-size {tp} trains MoE layers only with --sequence-parallel"
+        )
+    micro_batch = args["--micro-batch-size"]
+    if args["--global-batch-size"] % (micro_batch * dp):
+        raise ValueError(
+            f"--global-batch-size {args['--global-batch-size']} is not a multiple of "
+            f"--micro-batch-size {micro_batch} x {dp} data-parallel replicas"
+        )
+    num_microbatches = args["--global-batch-size"] // (micro_batch * dp)
+    virtual = args.get("--num-virtual-stages-per-pipeline-rank", 1)
+    if virtual > 1 and num_microbatches % pp:
+        raise ValueError(
+            f"--num-virtual-stages-per-pipeline-rank needs a multiple of "
+            f"--pipeline-model-parallel-size {pp} as micro-batches, not {num_microbatches}"
+        )
+    return Layout(
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=ep,
+        etp=etp,
+        dp=dp,
+        edp=num_gpus // (ep * etp * pp),
+        num_microbatches=num_microbatches,
+        layers_P=_split_layers(args, pp, virtual),
+    )
+
+
+def _check_divides(args: Args, flag: str, size: int, by: str) -> None:
+    if flag in args and args[flag] % size:
+        raise ValueError(f"{flag} {args[flag]} is not a multiple of {by} {size}")
+
+
+def _split_layers(args: Args, pp: int, virtual: int) -> tuple[int, ...]:
+    """Split the layers over the pipeline's stages as Megatron does."""
+    num_layers = args["--num-layers"]
+    first = args.get("--decoder-first-pipeline-num-layers")
+    last = args.get("--decoder-last-pipeline-num-layers")
+    has_embedding = "--account-for-embedding-in-pipeline-split" in args
+    has_loss = "--account-for-loss-in-pipeline-split" in args
+    fixed = [count for count in (first, last) if count is not None]
+    parts, stages = num_layers + has_embedding + has_loss - sum(fixed), pp - len(fixed)
+    if stages < 0 or (parts if stages == 0 else parts % (stages * virtual)):
+        raise ValueError(
+            f"--num-layers {num_layers} do not split over --pipeline-model-parallel-size {pp}"
+            + (f" x {virtual} virtual stages" if virtual > 1 else "")
+            + (f" with {fixed} layers fixed" if fixed else "")
+        )
+    layers = [parts // stages] * stages if stages else []
+    layers = ([first] if first is not None else []) + layers + ([last] if last is not None else [])
+    layers[0] -= has_embedding
+    layers[-1] -= has_loss
+    return tuple(layers)
+
+
+def estimate_memory(args: Args, num_gpus: int) -> Memory:
+    """Estimate what the fullest GPU needs: the pipeline stage with the most.
+
+    Raises:
+        ValueError: see `read_layout`.
+    """
+    layout, sizes = read_layout(args, num_gpus), count_parameters(args)
+    stages, start = [], 0
+    for stage, num_layers in enumerate(layout.layers_P):
+        is_moe = sizes.is_moe_L[start : start + num_layers]
+        start += num_layers
+        stages.append(_estimate_stage(args, layout, sizes, stage, is_moe))
+    return max(stages, key=lambda memory: memory.total)
+
+
+def _estimate_stage(
+    args: Args, layout: Layout, sizes: Sizes, stage: int, is_moe: tuple[bool, ...]
+) -> Memory:
+    is_first, is_last = stage == 0, stage == layout.pp - 1
+    dense = sum(map(sizes.dense_of, is_moe))
+    dense += sizes.embedding * is_first + sizes.output * is_last
+    dense += (sizes.mtp - sizes.mtp_expert) * is_last
+    experts = sum(is_moe) * sizes.num_experts * sizes.expert + sizes.mtp_expert * is_last
+    is_16_bit = "--bf16" in args or "--fp16" in args
+    weight = 2 if is_16_bit else 4
+    optimizer = ADAM_BYTES + MASTER_BYTES * is_16_bit
+    shards = (layout.dp * layout.cp, layout.edp)
+    if "--use-distributed-optimizer" not in args:
+        shards = (1, 1)
+    state = dense / layout.tp * (weight + GRAD_BYTES + optimizer / shards[0])
+    state += experts / (layout.ep * layout.etp) * (weight + GRAD_BYTES + optimizer / shards[1])
+    slots = args.get("--fssdp-num-replica-slots", 2) * (args.get("--moe-parallel") == "fssdp")
+    # Gradients of replicas are summed over micro-batches, if there are several.
+    kept = weight + GRAD_BYTES * (layout.num_microbatches > 1)
+    layers = 1 if "--fssdp-rematerialize" in args else sum(is_moe) + is_last * bool(sizes.mtp)
+    return Memory(
+        state=state,
+        replicas=slots * layers * sizes.expert / layout.etp * kept,
+        activations=_estimate_activations(args, layout, stage, is_moe),
+    )
+
+
+def _estimate_activations(
+    args: Args, layout: Layout, stage: int, is_moe: tuple[bool, ...]
+) -> float:
+    """Count what the layers keep for the backward, and the logits in fp32 and 16 bit."""
+    hidden = args["--hidden-size"]
+    tokens = args["--seq-length"] * args["--micro-batch-size"] / (layout.cp * layout.tp)
+    layer_bytes = [2 * tokens * _activations_of(args, has_experts) for has_experts in is_moe]
+    virtual = args.get("--num-virtual-stages-per-pipeline-rank", 1)
+    # Micro-batches that the schedule has started before the first backward (1F1B, interleaved).
+    alive: float = min(layout.pp - stage, layout.num_microbatches)
+    if virtual > 1:
+        alive = (2 * (layout.pp - stage - 1) + (virtual - 1) * layout.pp + 1) / virtual
+    if args.get("--recompute-granularity") == "full":
+        kept = alive * len(is_moe) * 2 * tokens * hidden + max(layer_bytes, default=0)
+    else:
+        kept = alive * sum(layer_bytes)
+    logits = (2 + 4) * tokens * args["--padded-vocab-size"]
+    return kept + logits * (stage == layout.pp - 1)
+
+
+def _activations_of(args: Mapping[str, Any], is_moe: bool) -> float:
+    """Count the numbers that one layer keeps for a token: inputs of its products, norms and GLU."""
+    hidden, heads = args["--hidden-size"], args["--num-attention-heads"]
+    width = args.get("--kv-channels", hidden // heads)
+    groups = args["--num-query-groups"] if "--group-query-attention" in args else heads
+    if "--multi-latent-attention" in args:
+        width, groups = args["--qk-head-dim"] + args["--qk-pos-emb-head-dim"], heads
+    attention = 3 * hidden + (2 * heads + 2 * groups) * width
+    inner = 3 if "--swiglu" in args or "--quick-geglu" in args else 2
+    ffn = args.get("--ffn-hidden-size", 4 * hidden)
+    if not is_moe:
+        return attention + hidden + inner * ffn
+    expert_ffn = args.get("--moe-ffn-hidden-size", ffn)
+    shared_ffn = args.get("--moe-shared-expert-intermediate-size", 0)
+    routed = args.get("--moe-router-topk", 2) * (2 * hidden + inner * expert_ffn)
+    return float(attention + hidden + routed + inner * shared_ffn)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+
+"""Hecate as published (arXiv 2502.02581): algorithms 1 and 2, and its dispatch rule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+
+from megatron_fssdp.planning.cost import overlap_degree
+from megatron_fssdp.planning.moves import Homes, moves_s, plan_moves
+from megatron_fssdp.planning.plan import Int64Array, LayerPlan
+from megatron_fssdp.planning.planner import PlanSettings, plan_layers
+from megatron_fssdp.planning.predict import SlidingMean
+from megatron_fssdp.planning.sharding import shard_by_load
+from megatron_fssdp.simulation.copies import broadcast_s, replicated
+from megatron_fssdp.simulation.flow import flow_by_locality
+from megatron_fssdp.simulation.layers import Traits
+from megatron_fssdp.simulation.systems.common import Placed, System
+
+
+class Hecate(System):
+    """Sliding mean of 5, algorithm 1 with the overlap degree, algorithm 2, tokens by locality."""
+
+    name: ClassVar[str] = "hecate"
+    title: ClassVar[str] = "Hecate (as published)"
+    notes: ClassVar[tuple[str, ...]] = (
+        "spAG and spRS are one group call of broadcasts and reduces; the overlap degree t comes "
+        "from the modelled attention time; where the paper is silent, the readings in "
+        "planning.materialize and planning.sharding hold",
+    )
+
+    def set_up(self) -> None:
+        """Work out t: experts that can be sent within a layer's non-MoE time (section 4.2)."""
+        self.predictors = [SlidingMean(5) for _ in range(self.num_groups)]
+        self.homes = Homes.even(len(self.owner_LE), self.owner_LE.shape[1], self.num_ranks)
+        first = self.costs.job.shape.moe_layers[0]
+        # A broadcast enters a node once, so all adapters that a node's ranks share serve it.
+        sharing = np.bincount(self.topology.node_R).min()
+        far = self.topology.inter_node
+        together = replace(far, bytes_per_s=far.bytes_per_s * float(sharing))
+        topology = replace(self.topology, inter_node=together)
+        self.degree = overlap_degree(self.costs.dense_s(first), topology, self.shape)
+        self.settings = PlanSettings(
+            num_replica_slots=self.num_slots, overlap_degree=self.degree, algorithm="load"
+        )
+
+    @property
+    def traits(self) -> Traits:
+        """Fetched under the attention, returned under its backward."""
+        return Traits(fetch="attention", returns="attention", planning_s=self.options.planning_s)
+
+    def before_iteration(self) -> tuple[int, float]:
+        """Run algorithm 2; experts move whenever its answer differs."""
+        interval = self.options.reshard_interval
+        if not interval or not self.iteration or self.iteration % interval:
+            return 0, 0.0
+        loads = [predictor.predict() for predictor in self.predictors]
+        load_LE = np.sum([load for load in loads if load is not None], axis=0)
+        new_LE = shard_by_load(load_LE, self.owner_LE, self.topology, self.degree)
+        self.homes, rounds = plan_moves(self.homes, new_LE)
+        self.owner_LE = new_LE
+        if not rounds:
+            return 0, 0.0
+        return sum(map(len, rounds)), moves_s(rounds, self.topology, self.costs.state_bytes)
+
+    def place(self, group: int, counts_LRE: Int64Array) -> list[Placed]:
+        """Run algorithm 1 on the prediction; a token stays where its expert is."""
+        plan = plan_layers(
+            self.predictors[group].predict(), self.owner_LE, self.topology, self.settings
+        )
+        return [
+            self._place(counts_RE, layer)
+            for counts_RE, layer in zip(counts_LRE, plan.layers, strict=True)
+        ]
+
+    def observe(self, counts_GLRE: Int64Array) -> None:
+        """Feed the predictors."""
+        for predictor, counts_LRE in zip(self.predictors, counts_GLRE, strict=True):
+            predictor.update(counts_LRE.sum(axis=1))
+        self.iteration += 1
+
+    def replica_bytes(self, num_layers: int) -> int:
+        """Slots of all layers."""
+        return self.kept_bytes(num_layers, min(self.num_slots, self.degree))
+
+    def move_bytes(self) -> int:
+        """As in this project: two experts' state at most."""
+        return 2 * self.costs.state_bytes
+
+    def _place(self, counts_RE: Int64Array, plan: LayerPlan) -> Placed:
+        flow = flow_by_locality(counts_RE, plan, self.topology.node_of_rank)
+        members, network, shape = replicated(plan), self.costs.network, self.shape
+        gradient_bytes = shape.num_params * shape.grad_bytes
+        num = sum(len(ranks) - 1 for _, ranks in members)
+        crossed = sum(len(set(network.node_R[ranks].tolist())) - 1 for _, ranks in members)
+        return Placed(
+            flow=flow,
+            fetch_R=broadcast_s(members, network, shape.expert_bytes),
+            return_R=broadcast_s(members, network, gradient_bytes),
+            num_replicas=plan.num_replicas,
+            copied_bytes=num * shape.replica_bytes,
+            far_bytes=crossed * shape.replica_bytes,
+        )
+
+
+class HecateRM(Hecate):
+    """Hecate-RM (sections 3.2 and 5.4)."""
+
+    name: ClassVar[str] = "hecate-rm"
+    title: ClassVar[str] = "Hecate-RM (as published)"
+
+    @property
+    def traits(self) -> Traits:
+        """Fetched for each forward and each backward."""
+        return replace(super().traits, fetches_each=True, fetches_again=True, returns_each=True)
+
+    def replica_bytes(self, num_layers: int) -> int:
+        """Slots of one layer."""
+        return min(self.num_slots, self.degree) * self.slot_bytes() if num_layers else 0

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+
+"""Plain EP, and this project with the planner that trains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+
+from megatron_fssdp.planning.moves import Homes, moves_s, plan_moves
+from megatron_fssdp.planning.plan import Int64Array, LayerPlan
+from megatron_fssdp.planning.planner import plan_layers
+from megatron_fssdp.planning.predict import PREDICTORS, Predictor
+from megatron_fssdp.planning.quotas import balance
+from megatron_fssdp.planning.schedule import traffic
+from megatron_fssdp.planning.sharding import shard_for_replicas
+from megatron_fssdp.planning.worth import saved_by_owners
+from megatron_fssdp.simulation.copies import cheapest_scheduled_s, far_bytes
+from megatron_fssdp.simulation.flow import flow_of_quotas
+from megatron_fssdp.simulation.layers import Traits
+from megatron_fssdp.simulation.systems.common import Placed, System
+
+
+class PlainEp(System):
+    """Megatron's expert parallelism."""
+
+    title: ClassVar[str] = "EP (Megatron)"
+
+
+class Fssdp(System):
+    """This project: predicted loads, `planner.plan_layers`, quotas of the true counts."""
+
+    name: ClassVar[str] = "fssdp"
+    title: ClassVar[str] = "FSSDP (this project)"
+    notes: ClassVar[tuple[str, ...]] = (
+        "plans, quotas and schedules come from the code that trains; replicas are fetched once an "
+        "iteration under the attention and their gradients return with the last micro-batch",
+    )
+
+    def set_up(self) -> None:
+        """Start with even owners and no loads seen."""
+        self.settings = replace(
+            self.options.settings, num_replica_slots=self.options.num_replica_slots
+        )
+        make = PREDICTORS[self.options.predictor]
+        self.predictors: list[Predictor] = [make() for _ in range(self.num_groups)]
+        self.homes = Homes.even(len(self.owner_LE), self.owner_LE.shape[1], self.num_ranks)
+
+    @property
+    def traits(self) -> Traits:
+        """Fetched before the attention, returned under its backward."""
+        return Traits(fetch="attention", returns="attention", planning_s=self.options.planning_s)
+
+    def before_iteration(self) -> tuple[int, float]:
+        """Swap owners where the cost model says that it pays, as `integration.resharding` does."""
+        interval = self.options.reshard_interval
+        if not interval or not self.iteration or self.iteration % interval:
+            return 0, 0.0
+        load_LE = self._total_load()
+        new_LE = shard_for_replicas(load_LE, self.owner_LE, self.num_ranks)
+        homes, rounds = plan_moves(self.homes, new_LE)
+        if not rounds:
+            return 0, 0.0
+        saved_s = saved_by_owners(
+            load_LE,
+            self.owner_LE,
+            new_LE,
+            self.topology,
+            self.settings,
+            self.shape,
+            self.rate,
+        )
+        move_s = moves_s(rounds, self.topology, self.costs.state_bytes)
+        micro = self.costs.job.layout.num_microbatches
+        if saved_s * micro * interval <= move_s:
+            return 0, 0.0
+        self.homes, self.owner_LE = homes, new_LE
+        return sum(map(len, rounds)), move_s
+
+    def place(self, group: int, counts_LRE: Int64Array) -> list[Placed]:
+        """Plan from predicted loads, split the true counts by quotas."""
+        predicted_LE = self.predictors[group].predict()
+        plan = plan_layers(predicted_LE, self.owner_LE, self.topology, self.settings)
+        return [
+            self._place(counts_RE, layer)
+            for counts_RE, layer in zip(counts_LRE, plan.layers, strict=True)
+        ]
+
+    def observe(self, counts_GLRE: Int64Array) -> None:
+        """Feed the predictors, one a group."""
+        for predictor, counts_LRE in zip(self.predictors, counts_GLRE, strict=True):
+            predictor.update(counts_LRE.sum(axis=1))
+        self.iteration += 1
+
+    def replica_bytes(self, num_layers: int) -> int:
+        """Slots of all layers."""
+        return self.kept_bytes(num_layers, self.num_slots)
+
+    def move_bytes(self) -> int:
+        """Two experts' state at most are in flight on a rank."""
+        return 2 * self.costs.state_bytes // self.costs.job.layout.etp
+
+    def _total_load(self) -> Int64Array:
+        loads = [predictor.predict() for predictor in self.predictors]
+        return np.sum([load for load in loads if load is not None], axis=0) // self.num_groups
+
+    def _place(self, counts_RE: Int64Array, plan: LayerPlan) -> Placed:
+        nodes = self.topology.node_of_rank
+        quota_EI = balance(counts_RE, plan, nodes, self.settings.balance_tolerance)
+        flow = flow_of_quotas(counts_RE, quota_EI, plan, nodes)
+        if not plan.num_replicas:
+            return self.placed(flow)
+        shape, network = self.shape, self.costs.network
+        gradient_bytes = shape.num_params * shape.grad_bytes
+        fetch_R, return_R, schedule = cheapest_scheduled_s(
+            plan, network, shape.expert_bytes, gradient_bytes
+        )
+        copies_RR = traffic(schedule.copies, self.num_ranks) * shape.replica_bytes
+        return Placed(
+            flow=flow,
+            fetch_R=fetch_R,
+            return_R=return_R,
+            num_replicas=plan.num_replicas,
+            copied_bytes=int(copies_RR.sum()),
+            far_bytes=far_bytes(copies_RR, network),
+        )
+
+
+class FssdpRematerialized(Fssdp):
+    """The same with --fssdp-rematerialize."""
+
+    name: ClassVar[str] = "fssdp-rm"
+    title: ClassVar[str] = "FSSDP, re-materialized"
+    notes: ClassVar[tuple[str, ...]] = (
+        "replicas are dropped after each forward and fetched again for the backward, in every "
+        "micro-batch; one layer's slots serve all layers",
+    )
+
+    @property
+    def traits(self) -> Traits:
+        """Fetched for each forward and each backward."""
+        return replace(super().traits, fetches_each=True, fetches_again=True, returns_each=True)
+
+    def replica_bytes(self, num_layers: int) -> int:
+        """Slots of one layer."""
+        return self.num_slots * self.slot_bytes() if num_layers else 0

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+
+"""`fssdp simulate`: what a job would take under each system, as a table and as files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from megatron_fssdp.presets.files import find_file
+from megatron_fssdp.simulation.cluster import Cluster, load_cluster
+from megatron_fssdp.simulation.model import Job, read_job
+from megatron_fssdp.simulation.result import Result, SystemResult, write_result
+from megatron_fssdp.simulation.simulate import WARM_UP, simulate
+from megatron_fssdp.simulation.spread import Trace, ZipfTrace
+from megatron_fssdp.simulation.systems import SYSTEMS, Options
+from megatron_fssdp.simulation.timeline import chrome_trace
+from megatron_fssdp.simulation.traces import open_trace
+
+# Iterations of a generated trace, and of a long recorded one, if nothing else is asked for.
+DEFAULT_ITERATIONS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the command line asks for; see `fssdp simulate --help`."""
+
+    model: str
+    cluster: str
+    trace: str
+    systems: tuple[str, ...]
+    nodes: int | None = None
+    iterations: int | None = None
+    global_batch: int | None = None
+    options: Options = field(default_factory=Options)
+    timeline: int | None = None
+    keeps_events: bool = False
+
+
+def run(request: Request, console: Console) -> Result:
+    """Read the files, simulate with a progress bar, and print the table.
+
+    Raises:
+        ValueError: if a file, a name or a size is wrong; the message is for the user.
+    """
+    cluster = load_cluster(find_file("clusters", request.cluster))
+    num_ranks = None if request.nodes is None else request.nodes * cluster.ranks_per_node
+    changes = {} if request.global_batch is None else {"--global-batch-size": request.global_batch}
+    job = read_job(request.model, num_ranks, changes)
+    trace = _trace(request, job)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True, quiet=console.quiet),
+        transient=True,
+    ) as bar:
+        task = bar.add_task("simulating", total=None)
+
+        def advance(system: str, done: int, total: int) -> None:
+            at = request.systems.index(system) + 1 + (done - 1) * len(request.systems)
+            bar.update(task, completed=at, total=total * len(request.systems))
+
+        result = simulate(
+            job,
+            cluster,
+            trace,
+            request.systems,
+            options=request.options,
+            num_iterations=_iterations(request, trace),
+            timelines=_timelines(request, trace),
+            trace_name=request.trace,
+            progress=advance,
+        )
+    show(result, job, cluster, console)
+    return result
+
+
+def _trace(request: Request, job: Job) -> Trace:
+    kind, colon, value = request.trace.partition(":")
+    if kind == "zipf" and colon:
+        try:
+            exponent = float(value)
+        except ValueError:
+            raise ValueError(
+                f"--trace {request.trace}: write zipf:EXPONENT, such as zipf:0.8"
+            ) from None
+        return ZipfTrace(
+            exponent=exponent,
+            num_experts=job.shape.num_experts,
+            num_layers=len(job.shape.moe_layers),
+            num_ranks=job.layout.ep,
+            num_iterations=(request.iterations or DEFAULT_ITERATIONS) + WARM_UP,
+            tokens=job.tokens_per_rank * job.shape.topk,
+        )
+    return open_trace(request.trace, num_experts=job.shape.num_experts)
+
+
+def _timelines(request: Request, trace: Trace) -> tuple[int, ...]:
+    """Which iterations' events to keep: the one asked for, or the first that counts."""
+    if request.timeline is None:
+        return (min(WARM_UP, trace.num_iterations - 1),) if request.keeps_events else ()
+    return (request.timeline,)
+
+
+def _iterations(request: Request, trace: Trace) -> int | None:
+    if request.iterations is not None:
+        return request.iterations
+    return min(trace.num_iterations - min(WARM_UP, trace.num_iterations - 1), DEFAULT_ITERATIONS)
+
+
+def show(result: Result, job: Job, cluster: Cluster, console: Console) -> None:
+    """Print a result as a table, with what a reader must know under it."""
+    layout = " ".join(f"{name} {size}" for name, size in result.layout.items())
+    table = Table(
+        title=f"Simulated: {result.model} on {result.num_nodes} x {result.cluster}, "
+        f"{len(result.iterations)} iterations of {result.trace}",
+        caption=layout,
+        pad_edge=False,
+    )
+    table.add_column("system", no_wrap=True)
+    has_ep = any(system.name == "ep" for system in result.systems)
+    over = "ep" if has_ep else result.systems[0].name
+    for name in (
+        "ms",
+        "p95",
+        f"x {over}",
+        "exposed",
+        "fullest",
+        "replicas",
+        "far GB",
+        "peak GB",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for system in result.systems:
+        table.add_row(*_row(result, system, over, cluster.memory_bytes))
+    console.print(table)
+    before = float(result.owner_straggler_IL.mean())
+    console.print(
+        "Simulated, not run. ms: of an iteration; exposed: communication that computation waits "
+        "for; fullest: tokens of a layer's fullest rank over the mean "
+        f"({before:.2f} with experts at home); replicas of all layers and far GB (sent between "
+        "nodes) are of an expert-parallel group; peak GB of the fullest rank."
+    )
+    for note in result.notes:
+        console.print(f"- {note}")
+    if any(_overflows(system, cluster.memory_bytes) for system in result.systems):
+        console.print(
+            f"! needs more than the {cluster.memory_bytes or 0:.3g} bytes of a {cluster.name} GPU: "
+            "more nodes, smaller micro-batches or recomputation"
+        )
+
+
+def _overflows(system: SystemResult, memory_bytes: float | None) -> bool:
+    return memory_bytes is not None and (system.peak_bytes or 0) > memory_bytes
+
+
+def _row(
+    result: Result, system: SystemResult, over: str, memory_bytes: float | None
+) -> Sequence[str]:
+    peak = (system.peak_bytes or 0) / 1e9
+    return (
+        system.title,
+        _ms(system.mean_s),
+        _ms(system.percentiles_s()[95]),
+        f"{result.speed_up(system.name, over):.2f}",
+        f"{system.exposed_s.mean() / system.mean_s:.0%}",
+        f"{system.straggler_IL.mean():.2f}",
+        f"{system.replicas_I.mean():.0f}",
+        f"{system.far_bytes_I.mean() / 1e9:.3g}",
+        f"{peak:.1f}" + (" !" if _overflows(system, memory_bytes) else ""),
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}" if seconds < 10 else f"{1e3 * seconds:,.0f}"
+
+
+def write_files(
+    result: Result, json_path: Path | None = None, chrome_path: Path | None = None
+) -> list[Path]:
+    """Write what was asked for; return the files."""
+    written = []
+    if json_path is not None:
+        write_result(json_path, result)
+        written.append(json_path)
+    if chrome_path is not None:
+        chrome_path.write_text(chrome_trace(result), encoding="utf-8")
+        written.append(chrome_path)
+    return written
+
+
+def split_systems(text: str) -> tuple[str, ...]:
+    """Read a comma-separated list of systems.
+
+    Raises:
+        ValueError: if one is unknown; the message lists them.
+    """
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    unknown = [name for name in names if name not in SYSTEMS]
+    if unknown or not names:
+        raise ValueError(
+            f"--systems {text}: {', '.join(unknown) or 'none'} unknown; "
+            f"choose from {', '.join(SYSTEMS)}"
+        )
+    return names

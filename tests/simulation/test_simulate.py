@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+
+"""Whole simulations: one worked by hand, and what must hold for every system."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.planning.topology import LinkClass
+from megatron_fssdp.simulation.costs import ADAM_PASSES_BYTES, DENSE_PASSES, SOURCE_PASSES, Costs
+from megatron_fssdp.simulation.result import PARTS
+from megatron_fssdp.simulation.simulate import simulate
+from megatron_fssdp.simulation.spread import Spread, ZipfTrace, scale_rows
+from megatron_fssdp.simulation.systems import SYSTEMS, Options
+from megatron_fssdp.simulation.timeline import chrome_trace
+from tests.simulation.cases import make_cluster, make_job
+
+
+class Repeated:
+    """The same (L, R, E) counts in every iteration."""
+
+    def __init__(self, counts_LRE, num_iterations: int = 8) -> None:
+        self.counts_LRE = np.array(counts_LRE)
+        self.num_layers, self.num_ranks, self.num_experts = self.counts_LRE.shape
+        self.num_iterations = num_iterations
+
+    def counts(self, iteration: int):
+        return self.counts_LRE
+
+
+def zipf(exponent: float = 1.0, num_ranks: int = 4, num_iterations: int = 10) -> ZipfTrace:
+    return ZipfTrace(exponent, 8, 2, num_ranks, num_iterations, tokens=512, seed=3)
+
+
+BALANCED = Repeated(np.full((2, 4, 8), 64))
+
+
+def test_one_layer_on_two_ranks_by_hand() -> None:
+    """2 ranks, 1 layer, 2 experts; all of rank 0's tokens and half of rank 1's go to expert 0.
+
+    128 tokens a rank, top-1: rank 0 computes 192, rank 1 64. Expert: 3 x 64 x 128 parameters.
+    """
+    job = make_job(
+        2,
+        num_layers=1,
+        num_experts=2,
+        moe_router_topk=1,
+        expert_model_parallel_size=2,
+        micro_batch_size=1,
+        global_batch_size=2,
+        disable_bias_linear=True,
+    )
+    cluster = make_cluster()
+    trace = Repeated([[[128, 0], [64, 64]]], 1)
+    result = simulate(job, cluster, trace, ("ep",), warm_up=0)
+    params = 3 * 64 * 128
+    experts_s = 192 * 2 * params / 1e12
+    # Rank 1 sends 64 tokens of 64 numbers of 2 bytes over 10 GB/s; each of 4 exchanges.
+    tokens_s = 64 * 64 * 2 / 1e10
+    # Attention, two norms of weight and bias, the router; a token sees 64 others on average.
+    dense = 4 * 64 * 64 + 2 * 2 * 64 + 64 * 2
+    dense_s = 128 * (2 * dense + 2 * (64 + 64) * 128 / 2) / 1e12
+    head_s = 2 * 128 * 64 * 64 / 1e12
+    outer = 64 * 64 + 128 * 64 + 2 * 64  # words, positions, the last norm
+    # Gradients (4 bytes) and parameters (2 bytes) of the dense part over 2 ranks: half is sent.
+    # Experts have one owner each: nothing to reduce. No overlap was asked for.
+    reduce_s = (dense + outer) * (4 + 2) / 2 / 1e10
+    expected = 3 * (dense_s + head_s + experts_s) + 4 * tokens_s + reduce_s
+    assert result.system("ep").mean_s == pytest.approx(expected, rel=1e-12)
+    assert result.owner_straggler_IL.tolist() == [[1.5]]
+    parts = {name: float(value[0]) for name, value in result.system("ep").parts_s.items()}
+    assert parts["experts"] == pytest.approx(3 * 128 * 2 * params / 1e12)
+    assert parts["straggling"] == pytest.approx(3 * 64 * 2 * params / 1e12)
+    assert parts["reduction"] == pytest.approx(reduce_s)
+
+
+def test_passes_over_memory_count() -> None:
+    job, cluster = make_job(), make_cluster(memory_bytes_per_s=1e9)
+    costs, free = Costs(job, cluster), Costs(job, make_cluster())
+    moved = 256 * 64 * 2 * (DENSE_PASSES + 2 * SOURCE_PASSES)
+    assert costs.dense_s(1) - free.dense_s(1) == pytest.approx(moved / 1e9)
+    # Experts' optimizer is cut over 1 rank, the dense part's over 4.
+    params = costs.dense_params(0) / 4 + costs.expert_params(0)
+    assert costs.optimizer_s(0) == pytest.approx(params * ADAM_PASSES_BYTES / 1e9)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_parts_add_up_and_nothing_is_faster_than_its_work(name) -> None:
+    job = make_job(8, pipeline_model_parallel_size=2, global_batch_size=32)
+    result = simulate(job, make_cluster(), zipf(), ("ep", name), num_iterations=4)
+    system = result.system(name)
+    assert set(system.parts_s) == set(PARTS)
+    np.testing.assert_allclose(sum(system.parts_s.values()), system.iteration_s)
+    assert all((part >= -1e-12).all() for part in system.parts_s.values())
+    ep = result.system("ep")
+    # The same products are computed, whoever computes them.
+    np.testing.assert_allclose(system.parts_s["experts"], ep.parts_s["experts"], rtol=1e-6)
+    np.testing.assert_allclose(system.loads_LR.sum(axis=1), ep.loads_LR.sum(axis=1))
+    ideal = system.parts_s["attention"] + system.parts_s["experts"]
+    assert (system.iteration_s >= ideal).all()
+    assert (system.straggler_IL >= 1 - 1e-9).all()
+    assert system.peak_bytes
+    assert all(len(part) == 8 for part in system.memory_bytes.values())
+
+
+@pytest.mark.parametrize("name", sorted(set(SYSTEMS) - {"laer", "hecate", "hecate-rm", "eplb"}))
+def test_balanced_loads_cost_nobody_anything(name) -> None:
+    """Where loads are level all systems take EP's time (LAER restores, Hecate and EPLB copy)."""
+    options = Options(planning_s=0.0)
+    result = simulate(make_job(), make_cluster(), BALANCED, ("ep", name), options=options)
+    assert result.speed_up(name) == pytest.approx(1.0, rel=1e-9)
+
+
+# Hecate copies more over faster links (its overlap degree), which may take longer.
+@pytest.mark.parametrize("name", sorted(set(SYSTEMS) - {"hecate", "hecate-rm"}))
+def test_faster_links_never_hurt(name) -> None:
+    slow = make_cluster()
+    times = [
+        simulate(make_job(), slow.with_links(factor), zipf(0.5), (name,), num_iterations=3)
+        .system(name)
+        .mean_s
+        for factor in (1.0, 2.0, 8.0)
+    ]
+    assert times[0] >= times[1] >= times[2]
+
+
+def test_fssdp_beats_ep_on_skewed_loads_and_its_straggler_is_near_one() -> None:
+    job = make_job(moe_ffn_hidden_size=512, global_batch_size=128)
+    result = simulate(job, make_cluster(), zipf(), ("ep", "fssdp", "fssdp-rm"), num_iterations=4)
+    assert result.owner_straggler_IL.mean() > 1.4
+    assert result.system("fssdp").straggler_IL.mean() < 1.05
+    assert result.speed_up("fssdp") > 1.2
+    rm, kept = result.system("fssdp-rm").peak_parts, result.system("fssdp").peak_parts
+    assert 0 < rm["replicas"] < kept["replicas"]
+
+
+def test_moves_take_their_time_once() -> None:
+    options = Options(rearrange_interval=100)
+    result = simulate(make_job(), make_cluster(), zipf(), ("smartmoe",), options=options)
+    system = result.system("smartmoe")
+    moved = system.moved_I > 0
+    assert moved.sum() == 1
+    assert (system.parts_s["moves"] > 0).tolist() == moved.tolist()
+
+
+def test_groups_may_have_loads_of_their_own() -> None:
+    job = make_job(8)
+    own = simulate(job, make_cluster(), zipf(num_ranks=8), ("ep",), num_iterations=2)
+    alike = simulate(job, make_cluster(), zipf(num_ranks=4), ("ep",), num_iterations=2)
+    assert not any("same loads" in note for note in own.notes)
+    assert any("same loads" in note for note in alike.notes)
+
+
+def test_traces_are_spread_over_other_ranks() -> None:
+    assert scale_rows(np.array([[3, 1], [0, 0]]), 6).tolist() == [[5, 1], [3, 3]]
+    job = make_job(num_experts=8)
+    counts = np.zeros((1, 8, 8), dtype=np.int64)
+    counts[0, np.arange(8), np.arange(8)] = 5
+    spread = Spread(Repeated(counts), job).counts(0)
+    # 8 sources on 4 ranks: two each; 2 layers from 1; 256 tokens, top-2.
+    assert spread.shape == (1, 2, 4, 8)
+    assert spread[0, 1, 1].tolist() == [0, 0, 256, 256, 0, 0, 0, 0]
+    few = Spread(Repeated(counts[:, :2]), job).counts(0)
+    assert few[0, 0].argmax(axis=1).tolist() == [0, 0, 1, 1]
+    with pytest.raises(ValueError, match="the trace has 8 experts, the model 16"):
+        Spread(Repeated(counts), make_job(num_experts=16))
+
+
+def test_wrong_requests_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown systems"):
+        simulate(make_job(), make_cluster(), BALANCED, ("nonsense",))
+    with pytest.raises(ValueError, match="the trace has 8"):
+        simulate(make_job(), make_cluster(), BALANCED, ("ep",), num_iterations=9)
+
+
+def test_adapters_are_shared() -> None:
+    """4 ranks on 2 nodes; ranks 0 and 1 each send 1 GB to the other node.
+
+    With an adapter each that takes 1 s at 1 GB/s; sharing one of 2 GB/s as well. If only rank 0
+    sends, its own adapter takes 1 s, the shared one half of it.
+    """
+    own, shared = make_cluster(), make_cluster(adapters_per_node=1)
+    both = np.zeros((4, 4))
+    both[0, 2] = both[1, 3] = 1e9
+    one = np.zeros((4, 4))
+    one[0, 2] = 1e9
+    for cluster, seconds in ((own, (1.0, 1.0)), (shared, (1.0, 0.5))):
+        network = cluster.network(range(4))
+        assert (network.exchange_s(both), network.exchange_s(one)) == seconds
+    # A ring of 4 ranks over 2 nodes uses both adapters of a node: 3 / 4 of 4 GB at 2 GB/s.
+    assert own.network(range(4)).ring_s(4e9, np.arange(4)) == 1.5
+
+
+def test_timeline_of_an_iteration_is_whole() -> None:
+    job = make_job(
+        8, pipeline_model_parallel_size=2, global_batch_size=32, overlap_grad_reduce=True
+    )
+    result = simulate(
+        job, make_cluster(), zipf(), ("ep", "fssdp"), num_iterations=2, timelines=(6,)
+    )
+    for system in result.systems:
+        events = system.timelines[6]
+        assert {event.rank for event in events} == set(range(8))
+        compute: dict[int, list] = {}
+        for event in events:
+            if event.stream == "compute":
+                compute.setdefault(event.rank, []).append(event)
+        for mine in compute.values():
+            mine.sort(key=lambda event: event.start_s)
+            # A rank computes one thing at a time.
+            for before, after in pairwise(mine):
+                assert before.start_s + before.duration_s <= after.start_s + 1e-12
+            # 4 micro-batches of 1 layer, forward and backward.
+            assert sum(event.name == "experts" for event in mine) == 8
+        end = max(event.start_s + event.duration_s for event in events)
+        assert end <= system.iteration_s[1] + 1e-12
+    names = {event.name for event in result.system("fssdp").timelines[6]}
+    assert {"attention", "gate", "spAG", "dispatch", "experts", "combine", "spRS"} <= names
+
+
+def test_chrome_trace_has_the_format_that_perfetto_reads() -> None:
+    result = simulate(
+        make_job(), make_cluster(), zipf(), ("fssdp",), num_iterations=1, timelines=(5,)
+    )
+    values = json.loads(chrome_trace(result))
+    complete = [event for event in values["traceEvents"] if event["ph"] == "X"]
+    metadata = [event for event in values["traceEvents"] if event["ph"] == "M"]
+    assert len(complete) + len(metadata) == len(values["traceEvents"])
+    assert len(complete) == len(result.system("fssdp").timelines[5])
+    for event in complete:
+        assert {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"} == set(event)
+        assert event["ts"] >= 0
+        assert event["dur"] > 0
+    named = {(e["pid"], e["tid"]) for e in metadata if e["name"] == "thread_name"}
+    assert {(event["pid"], event["tid"]) for event in complete} <= named
+    processes = [e["args"]["name"] for e in metadata if e["name"] == "process_name"]
+    assert processes == [f"fssdp, iteration 5, rank {rank}" for rank in range(4)]
+
+
+def test_link_latency_counts_once_an_exchange() -> None:
+    cluster = make_cluster(4)
+    late = replace(cluster, intra_node=LinkClass(bytes_per_s=1e10, latency_s=1.0))
+    job = make_job(use_distributed_optimizer=False, global_batch_size=8)
+    first, second = (
+        simulate(job, each, BALANCED, ("ep",), num_iterations=1).system("ep").mean_s
+        for each in (cluster, late)
+    )
+    # 2 layers x 4 exchanges; dense gradients of 2 layers and the outer part: 2 passes of 2 steps.
+    assert second - first == pytest.approx(2 * 4 + 3 * 2 * 2)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+
+"""`fssdp simulate`, as a user types it."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from megatron_fssdp.cli import app
+from megatron_fssdp.simulation.result import read_result
+
+COMMAND = "simulate --model gpt_moe_s --cluster a100_hgx --nodes 1 --global-batch 8"
+
+
+def run(words: str, code: int = 0) -> str:
+    answer = CliRunner().invoke(app, words.split(), env={"COLUMNS": "120"})
+    assert answer.exit_code == code, answer.output
+    return answer.output
+
+
+def test_table_and_files(tmp_path) -> None:
+    files = f"--json {tmp_path}/r.json --chrome-trace {tmp_path}/c.json"
+    output = run(f"{COMMAND} --trace zipf:0.8 --systems ep,fssdp --iterations 2 {files}")
+    assert "Simulated: gpt_moe_s on 1 x a100_hgx, 2 iterations of zipf:0.8" in output
+    assert "FSSDP (this project)" in output
+    assert "Simulated, not run." in output
+    result = read_result(tmp_path / "r.json")
+    assert f"{result.speed_up('fssdp'):.2f}" in output
+    assert result.iterations.tolist() == [5, 6]
+    assert list(result.system("ep").timelines) == [5]
+    assert json.loads((tmp_path / "c.json").read_text())["otherData"]["source"] == "simulated"
+
+
+def test_a_recorded_trace_is_read(tmp_path) -> None:
+    counts_ILRE = np.random.default_rng(0).integers(1, 100, (3, 2, 4, 64))
+    np.savez(tmp_path / "t.npz", counts=counts_ILRE)
+    output = run(f"{COMMAND} --trace {tmp_path}/t.npz --systems ep,hecate")
+    assert "1 iterations" in output
+    assert "4 source ranks are spread over 8" in " ".join(output.split())
+    assert "12 MoE layers take the trace's 2 in turn" in " ".join(output.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--trace zipf:x", "write zipf:EXPONENT"),
+        ("--trace no/such/file", "does not exist"),
+        ("--trace zipf:1 --systems ep,mooncake", "mooncake unknown; choose from ep,"),
+        ("--trace zipf:1 --model gpt5", "there is no model named 'gpt5'"),
+        ("--trace zipf:1 --cluster abacus", "there is no cluster named 'abacus'"),
+        ("--trace zipf:1 --nodes 3", "GPUs are not a multiple of"),
+    ],
+)
+def test_wrong_words_are_told_in_a_sentence(words, message) -> None:
+    output = run(f"{COMMAND} {words}", code=2)
+    assert message in " ".join(output.split())
+    assert "Traceback" not in output
