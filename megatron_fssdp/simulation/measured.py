@@ -195,6 +195,6 @@ def _system(
         copied_bytes_I=(1e6 * copied_mb_I).astype(np.int64),
         far_bytes_I=(1e6 * total("copied-between-nodes-mb")).astype(np.int64),
         moved_I=np.maximum(moved_I, 0).astype(np.int64),
-        notes=(f"ran with {told}",) if told else (),
+        notes=(f"ran with {told}",) if told and name == "fssdp" else (),
     )
     return system, (straggler(owned_ILR), owned_ILR.mean(axis=0))
