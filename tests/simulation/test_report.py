@@ -32,7 +32,7 @@ def test_the_summary_comes_first_and_in_words() -> None:
     assert "computes 2.50 times the mean tokens (worst 2.50); as it ran, 1.01" in sentences[1]
     assert sentences[2] == "That takes 6 replicas and 250 MB of copies an iteration."
     assert "waits 100.0 ms of an iteration for communication" in sentences[3]
-    assert "peaks at 25.1 GB, 7.4 GB less than with EP" in sentences[4]
+    assert "peaks at 25.1 GB, 7.5 GB less than with EP" in sentences[4]
     assert "LAER-MoE, with 1.30 s" in sentences[5]
 
 
