@@ -23,6 +23,7 @@ bench: setup
 	@$(PY) benchmarks/layer.py
 	@$(PY) benchmarks/copies.py
 	@$(PY) benchmarks/resharding.py
+	@$(PY) benchmarks/recording.py
 
 bench-planner: setup
 	@$(PY) benchmarks/planner.py
