@@ -9,7 +9,8 @@ wrote). Keys that only the simulator uses, all optional:
       adapters_per_node: 1     # network adapters that a node's ranks share; default one each
     compute:
       memory_bytes_per_s: 3e12 # what passes that only move data reach; default: they take nothing
-      cores_per_node: 2        # CPU cores that a node's ranks share, where they are fewer
+      shared_cores: 2          # CPU cores that all ranks share, where they are fewer
+      has_fused_attention: false  # scores of all tokens go through memory; default true
     gpu:
       memory_bytes: 80e9       # of a rank
 
@@ -45,7 +46,8 @@ class Cluster:
         adapters_per_node: adapters that a node's ranks share; None: one each.
         rate: how fast a rank multiplies, with all ranks of the node at work.
         memory_bytes_per_s: rate of passes that only move data.
-        cores_per_node: CPU cores that a node's ranks share; None: a device each.
+        shared_cores: CPU cores that all ranks share; None: a device each.
+        has_fused_attention: scores never go to memory, and those of later tokens are left out.
         memory_bytes: of a rank; None: not known.
     """
 
@@ -56,7 +58,8 @@ class Cluster:
     adapters_per_node: int | None = None
     rate: ComputeRate
     memory_bytes_per_s: float = math.inf
-    cores_per_node: int | None = None
+    shared_cores: int | None = None
+    has_fused_attention: bool = True
     memory_bytes: float | None = None
 
     def nodes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -189,7 +192,7 @@ def cluster_from_mapping(
             )
         size = int(size[0])
     links = Topology.from_mapping({**topology, "ranks_per_node": 1}, 1)
-    adapters, cores = topology.get("adapters_per_node"), compute.get("cores_per_node")
+    adapters, cores = topology.get("adapters_per_node"), compute.get("shared_cores")
     memory = values.get("gpu", {}).get("memory_bytes")
     return Cluster(
         name=str(values.get("name", name)),
@@ -199,6 +202,7 @@ def cluster_from_mapping(
         adapters_per_node=None if adapters is None else int(adapters),
         rate=ComputeRate.from_mapping(compute),
         memory_bytes_per_s=float(compute.get("memory_bytes_per_s", math.inf)),
-        cores_per_node=None if cores is None else int(cores),
+        shared_cores=None if cores is None else int(cores),
+        has_fused_attention=bool(compute.get("has_fused_attention", True)),
         memory_bytes=None if memory is None else float(memory),
     )

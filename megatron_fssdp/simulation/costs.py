@@ -24,6 +24,8 @@ Float64Array = npt.NDArray[np.float64]
 # Reads and writes of a token's hidden vector in a layer, outside products: two norms, two
 # residual additions, the attention's transposes.
 DENSE_PASSES = 12
+# Of each score of an attention that is not fused: written, scaled, masked, softmax, dropout, read.
+SCORE_PASSES = 8
 # Of each of a token's copies at its source: permute (read, write), unpermute (read, add).
 SOURCE_PASSES = 4
 # Of each row at its expert: sorted by expert and back.
@@ -74,9 +76,13 @@ class Costs:
         """Forward seconds of a layer on each rank, besides its routed experts; from 1."""
         job, shape, layout = self.job, self.job.shape, self.job.layout
         tokens = layout.micro_batch * shape.sequence / layout.cp
-        flops = tokens * shape.dense_flops(layer) / layout.tp
+        fused = self.cluster.has_fused_attention
+        flops = tokens * shape.dense_flops(layer, is_causal=fused) / layout.tp
         row_bytes = shape.hidden_size * job.param_bytes
         moved = tokens / layout.tp * row_bytes * (DENSE_PASSES + SOURCE_PASSES * shape.topk)
+        if not fused:
+            scores = tokens * shape.num_heads * shape.sequence / layout.tp
+            moved += SCORE_PASSES * scores * job.param_bytes
         seconds = flops / self.cluster.rate.flops_per_s + moved / self.cluster.memory_bytes_per_s
         if layout.tp > 1:
             # Sequence parallelism: an all-gather and a reduce-scatter for the attention.

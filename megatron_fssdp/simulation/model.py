@@ -84,6 +84,7 @@ class ModelShape:
         num_matrices: of an expert: 3 with a gated activation, else 2.
         core_width: numbers that a token's query meets a key with, and gets from a value, over all
             heads: heads * (query width + value width).
+        num_heads: of the attention.
         vocab_size: of the output.
         sequence: tokens of a sequence.
     """
@@ -96,6 +97,7 @@ class ModelShape:
     shared_ffn_size: int
     num_matrices: int
     core_width: int
+    num_heads: int
     vocab_size: int
     sequence: int
 
@@ -122,12 +124,15 @@ class ModelShape:
         """Parameters of a layer besides its routed experts; layers count from 1."""
         return self.sizes.dense_of(self.is_moe(layer))
 
-    def dense_flops(self, layer: int) -> float:
+    def dense_flops(self, layer: int, *, is_causal: bool = True) -> float:
         """Operations of one token forward, in a layer besides its routed experts.
 
-        A token sees half of the sequence, as the attention is causal.
+        Args:
+            layer: number of the layer, from 1.
+            is_causal: scores of later tokens are left out: half of them.
         """
-        return 2.0 * self.dense_params(layer) + 2.0 * self.core_width * self.sequence / 2
+        seen = self.sequence / (2 if is_causal else 1)
+        return 2.0 * self.dense_params(layer) + 2.0 * self.core_width * seen
 
     def layer_shape(self, grad_bytes: int, param_bytes: int) -> LayerShape:
         """Return the sizes that the planner's cost model takes."""
@@ -268,6 +273,7 @@ def _shape(args: Mapping[str, Any], name: str) -> ModelShape:
         shared_ffn_size=args.get("--moe-shared-expert-intermediate-size", 0),
         num_matrices=3 if "--swiglu" in args or "--quick-geglu" in args else 2,
         core_width=core_width,
+        num_heads=heads,
         vocab_size=args["--padded-vocab-size"],
         sequence=args["--seq-length"],
     )

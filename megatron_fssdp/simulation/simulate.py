@@ -185,7 +185,7 @@ class _Run:
         self.system.observe(counts_GLRE)
 
     def _work(self, layer: int, placed: Placed) -> LayerWork:
-        cores, costs = self.costs.cluster.cores_per_node, self.costs
+        cores, costs = self.costs.cluster.shared_cores, self.costs
         return LayerWork(
             dense_s=costs.dense_s(layer),
             tokens_s=costs.tokens_s(placed.flow),

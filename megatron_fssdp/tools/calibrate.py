@@ -5,7 +5,9 @@
     fssdp calibrate cluster.yaml                            one process: products, a local link
     torchrun ... --no-python fssdp calibrate cluster.yaml   all ranks: links in and between nodes
 
-The result is a cluster file as in `configs/clusters`, read by `planning.topology.read_cluster`.
+All ranks measure at once, so that what they share (cores, adapters, memory) is shared as in
+training. The result is a cluster file as in `configs/clusters`, read by
+`planning.topology.read_cluster` and, for the simulator, by `simulation.cluster`.
 """
 
 from __future__ import annotations
@@ -71,6 +73,9 @@ def calibrate(
         hosts, links = measure_links(large_bytes)
     elif not torch.cuda.is_available() or torch.cuda.device_count() > 1:
         links = {"intra_node": _measure_local_link(large_bytes)}
+    cores = len(os.sched_getaffinity(0))
+    if not torch.cuda.is_available() and len(set(hosts)) == 1 and len(hosts) > cores:
+        compute["shared_cores"] = cores
     sizes = [hosts.count(host) for host in dict.fromkeys(hosts)]
     values = {
         "name": name or hosts[0],
@@ -92,11 +97,12 @@ def calibrate(
 
 
 def measure_products(hidden_size: int, ffn_size: int, rows: Sequence[int]) -> dict[str, Any]:
-    """Measure one expert's product at several numbers of rows.
+    """Measure one expert's product, forward and backward, at several numbers of rows.
 
     Returns:
-        The `compute` part of a cluster file: the best rate, the least time of one expert (three
-        products), and the rate at each number of rows.
+        The `compute` part of a cluster file: the best rate, the least time of one expert (its
+        three products forward), the rate at each number of rows, and what else
+        `simulation.cluster` reads.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # CPUs multiply bf16 far slower than fp32, and nobody trains on them in bf16.
@@ -105,18 +111,45 @@ def measure_products(hidden_size: int, ffn_size: int, rows: Sequence[int]) -> di
     rates, seconds = [], []
     for count in rows:
         tokens = torch.randn(count, hidden_size, device=device, dtype=dtype)
-        taken_s = _median_s(lambda tokens=tokens: tokens @ weight)  # type: ignore[misc]
+        grads = torch.randn(count, ffn_size, device=device, dtype=dtype)
+
+        def products(tokens: torch.Tensor = tokens, grads: torch.Tensor = grads) -> None:
+            _ = (tokens @ weight, grads @ weight.t(), tokens.t() @ grads)
+
+        taken_s = _median_s(products)
         seconds.append(taken_s)
-        rates.append([int(count), 2.0 * count * hidden_size * ffn_size / taken_s])
-    return {
+        rates.append([int(count), 6.0 * count * hidden_size * ffn_size / taken_s])
+    found: dict[str, Any] = {
         "flops_per_s": max(rate for _, rate in rates),
-        "group_floor_s": 3 * min(seconds),
+        "group_floor_s": min(seconds),
         "rate_by_rows": rates,
+        "memory_bytes_per_s": measure_memory(max(rows) * hidden_size, dtype, device),
     }
+    if device.type == "cpu":
+        found["has_fused_attention"] = False
+    return found
+
+
+def measure_memory(size: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Measure bytes that an elementwise operation reads and writes in a second, output made anew.
+
+    Args:
+        size: numbers of its input, as many as activations have.
+        dtype: of them.
+        device: where.
+
+    Returns:
+        Bytes per second.
+    """
+    numbers = torch.ones(size, dtype=dtype, device=device)
+    return 2.0 * numbers.nbytes / _median_s(lambda: numbers * 2.0)
 
 
 def measure_links(large_bytes: int) -> tuple[list[str], dict[str, LinkClass]]:
-    """Measure the links from rank 0 to a rank of its node, and to one of another node.
+    """Measure what a rank gets of the links inside its node, and between nodes.
+
+    Bandwidth with all ranks sending at once: to all ranks of the own node; to the rank at the same
+    place in the next node. Latency between two ranks.
 
     Collective: every rank of the default group must call it.
 
@@ -132,8 +165,45 @@ def measure_links(large_bytes: int) -> tuple[list[str], dict[str, LinkClass]]:
     links = {}
     for key, peer in peers.items():
         if peer is not None:
-            links[key] = _measure_pair(0, peer, large_bytes)
+            latency_s = _measure_pair(0, peer, large_bytes).latency_s
+            seconds, sent_bytes = _measure_exchange(_targets(hosts, key), large_bytes)
+            links[key] = LinkClass(
+                bytes_per_s=sent_bytes / max(seconds - latency_s, 1e-9), latency_s=latency_s
+            )
     return hosts, links
+
+
+def _targets(hosts: Sequence[str], key: str) -> list[list[int]]:
+    """Return, for each rank, to whom it sends: its node's others, or its like in the next node."""
+    nodes = {host: [r for r, h in enumerate(hosts) if h == host] for host in dict.fromkeys(hosts)}
+    if key == "intra_node":
+        return [[r for r in nodes[host] if r != rank] for rank, host in enumerate(hosts)]
+    members = list(nodes.values())
+    targets: list[list[int]] = [[] for _ in hosts]
+    for node, ranks in enumerate(members):
+        following = members[(node + 1) % len(members)]
+        for place, rank in enumerate(ranks[: len(following)]):
+            targets[rank] = [following[place]]
+    return targets
+
+
+def _measure_exchange(targets: list[list[int]], large_bytes: int) -> tuple[float, int]:
+    """Time an all-to-all in which each rank sends `large_bytes` in all to its targets.
+
+    Returns:
+        Seconds on the slowest rank, and the bytes that a rank sent.
+    """
+    rank, size = dist.get_rank(), len(targets)
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    share = [large_bytes // max(len(to), 1) for to in targets]
+    sends = [share[rank] if peer in targets[rank] else 0 for peer in range(size)]
+    receives = [share[peer] if rank in targets[peer] else 0 for peer in range(size)]
+    message = torch.zeros(sum(sends), dtype=torch.uint8, device=device)
+    received = torch.empty(sum(receives), dtype=torch.uint8, device=device)
+    seconds = _median_s(lambda: dist.all_to_all_single(received, message, receives, sends))
+    slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item(), large_bytes
 
 
 def _measure_pair(first: int, second: int, large_bytes: int) -> LinkClass:

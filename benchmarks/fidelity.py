@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+
+"""How wrong the simulator is: predicted against measured iterations of EP and FSSDP.
+
+2 and 4 gloo ranks of one thread train a small GPT-MoE (2 layers, attention and all) whose routing
+is forced to five load shapes. In the same processes, before and after, `fssdp calibrate` measures
+the machine with all ranks at work; the simulator gets the mean of both and the loads, and nothing
+of the times that it must predict. Where two network namespaces can be made, the same runs on two
+nodes of two ranks with a cable of limited rate.
+
+    python benchmarks/fidelity.py [--repeats 5] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from fidelity_model import EXPERTS, FLAGS, LAYERS, SLOTS, counts_of, measure, shares
+from rich.console import Console
+from tables import Row, show
+from two_nodes import run_two_nodes, why_not
+
+from megatron_fssdp.planning.planner import PlanSettings
+from megatron_fssdp.simulation.cluster import cluster_from_mapping
+from megatron_fssdp.simulation.model import job_from_flags
+from megatron_fssdp.simulation.simulate import simulate
+from megatron_fssdp.simulation.systems import Options
+from megatron_fssdp.simulation.traces import Trace
+
+CABLE_BYTES_PER_S = 60e6
+MEDIAN_ERROR, LARGEST_ERROR = 0.10, 0.25
+# Two systems whose measured times differ by less than this have no order: repeats differ as much.
+TIE = 0.03
+
+
+def be_rank(rank: int, size: int, folder: str, num_repeats: int) -> None:
+    """Be one of the ranks of a node."""
+    store = dist.FileStore(f"{folder}/store", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    result = measure(num_repeats)
+    if rank == 0:
+        values = result | {"seconds": [[*key, times] for key, times in result["seconds"].items()]}
+        Path(folder, "result.json").write_text(json.dumps(values))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure_node(size: int, num_repeats: int) -> dict[str, Any]:
+    """Measure on one node."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(be_rank, args=(size, folder, num_repeats), nprocs=size)
+        values = json.loads(Path(folder, "result.json").read_text())
+    values["seconds"] = {(name, system): times for name, system, times in values["seconds"]}
+    return values
+
+
+def mean_mapping(first: Any, second: Any) -> Any:
+    """Return the mean of two calibrations, number by number."""
+    if isinstance(first, dict):
+        return {key: mean_mapping(value, second[key]) for key, value in first.items()}
+    if isinstance(first, list):
+        return [mean_mapping(a, b) for a, b in zip(first, second, strict=True)]
+    if isinstance(first, float):
+        return (first + second) / 2
+    return first
+
+
+def predict(calibrated: dict[str, Any], size: int, name: str) -> dict[str, float]:
+    """Return the predicted seconds of an iteration under each system."""
+    flags = FLAGS | {
+        "--expert-model-parallel-size": size,
+        "--global-batch-size": FLAGS["--micro-batch-size"] * size,
+    }
+    job = job_from_flags(flags, "fidelity", size)
+    counts_LRE = np.broadcast_to(counts_of(name), (LAYERS, size, EXPERTS))
+    trace = Trace.of(np.broadcast_to(counts_LRE, (3, *counts_LRE.shape)), name)
+    result = simulate(
+        job,
+        cluster_from_mapping(calibrated, "here"),
+        trace,
+        ("ep", "fssdp"),
+        options=Options(
+            num_replica_slots=SLOTS,
+            settings=PlanSettings(),
+            predictor="last",
+            planning_s=calibrated["planning_s"],
+        ),
+    )
+    optimizer = {s.name: float(s.parts_s["optimizer"].mean()) for s in result.systems}
+    # The measured iterations end before the optimizer.
+    return {s.name: s.mean_s - optimizer[s.name] for s in result.systems}
+
+
+def compare(place: str, size: int, measured: dict[str, Any]) -> list[Row]:
+    """Return a row for each load shape and system."""
+    calibrated = mean_mapping(*measured["calibrated"])
+    rows = []
+    for name in shares():
+        predicted_s = predict(calibrated, size, name)
+        real_s = {s: statistics.median(measured["seconds"][name, s]) for s in predicted_s}
+        load_R = (counts_of(name) * size).reshape(size, -1).sum(axis=1)
+        is_tie = abs(real_s["ep"] / real_s["fssdp"] - 1) < TIE
+        same = (real_s["ep"] < real_s["fssdp"]) == (predicted_s["ep"] < predicted_s["fssdp"])
+        for system, seconds in predicted_s.items():
+            rows.append(
+                {
+                    "where": place,
+                    "load": name,
+                    "fullest / mean": float(load_R.max() / load_R.mean()),
+                    "system": system,
+                    "measured ms": 1e3 * real_s[system],
+                    "predicted ms": 1e3 * seconds,
+                    "error %": 100 * (seconds / real_s[system] - 1),
+                    "order": "tie" if is_tie else "right" if same else "WRONG",
+                }
+            )
+    return rows
+
+
+def judge(rows: list[Row]) -> list[str]:
+    """Return one line on each target."""
+    errors = [abs(row["error %"]) / 100 for row in rows]
+    wrong = sum(row["order"] == "WRONG" for row in rows) // 2
+    median, largest = statistics.median(errors), max(errors)
+    verdict = {True: "met", False: "NOT MET"}
+    return [
+        f"median error {median:.1%} (target {MEDIAN_ERROR:.0%}): {verdict[median <= MEDIAN_ERROR]}",
+        f"largest error {largest:.1%} (target {LARGEST_ERROR:.0%}): "
+        f"{verdict[largest <= LARGEST_ERROR]}",
+        f"wrong order of EP and FSSDP in {wrong} of {len(rows) // 2} cases (target 0; times within "
+        f"{TIE:.0%} are a tie): {verdict[not wrong]}",
+    ]
+
+
+def main() -> int:
+    """Measure, predict and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5, help="timed iterations of each case")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    args = parser.parse_args()
+    console = Console(width=110)
+    rows, raw = [], {}
+    for size in (2, 4):
+        place = f"{size} ranks"
+        raw[place] = measure_node(size, args.repeats)
+        rows += compare(place, size, raw[place])
+    reason = why_not()
+    if reason is None:
+        place = "2 nodes x 2"
+        results = run_two_nodes(
+            measure, args.repeats, ranks_per_node=2, bytes_per_s=CABLE_BYTES_PER_S, timeout_s=300
+        )
+        raw[place] = results[0]
+        for values in results[0]["calibrated"]:  # both "nodes" are this machine
+            values["compute"]["shared_cores"] = len(os.sched_getaffinity(0))
+        rows += compare(place, 4, results[0])
+    title = f"Simulator against gloo ranks: medians of {args.repeats} iterations"
+    show(console, title, rows, sections=("where", "load"), places=1)
+    for line in judge(rows):
+        console.print(line)
+    if reason is not None:
+        console.print(f"two nodes were left out: {reason}")
+    if args.json:
+        calibrated = {place: values["calibrated"] for place, values in raw.items()}
+        args.json.write_text(json.dumps({"rows": rows, "calibrated": calibrated}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
