@@ -32,6 +32,7 @@ bench: setup
 	@$(PY) benchmarks/copies.py
 	@$(PY) benchmarks/etp.py
 	@$(PY) benchmarks/resharding.py
+	@$(PY) benchmarks/recording.py
 
 bench-planner: setup
 	@$(PY) benchmarks/planner.py

@@ -19,8 +19,14 @@ setup(
     license_expression="Apache-2.0",
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_fssdp", "megatron_fssdp.*"]),
-    # megatron_fssdp/configs is a link to configs/.
-    package_data={"megatron_fssdp": ["py.typed", "data/traces/*", "configs/*/*.yaml"]},
+    package_data={
+        "megatron_fssdp": [
+            "py.typed",
+            "data/traces/*",
+            "simulation/report/*.j2",
+            "configs/*/*.yaml",  # megatron_fssdp/configs is a link to configs/
+        ]
+    },
     install_requires=[
         "numpy>=1.26",
         "torch>=2.10",
@@ -36,8 +42,11 @@ setup(
     extras_require={
         "te": ["transformer-engine[pytorch]>=2.10"],
         "plot": ["matplotlib>=3.8"],
+        # `fssdp report`, `fssdp simulate --html`.
+        "report": ["matplotlib>=3.8", "jinja2>=3"],
         "dev": [
             "matplotlib>=3.8",
+            "jinja2>=3",
             "pytest>=8",
             "pytest-timeout>=2.3",
             "hypothesis>=6.100",

@@ -17,17 +17,24 @@ from megatron_fssdp.config import FSSDPConfig, flag_of
 from megatron_fssdp.integration.records import IterationRecord
 from megatron_fssdp.integration.runtime import FSSDPRuntime
 from megatron_fssdp.integration.scalars import MovesSeen, scalars
+from megatron_fssdp.presets.files import GPUS_PER_NODE
 from megatron_fssdp.simulation.recording import TraceWriter
 
-# Megatron's arguments that the simulator reads of a preset (simulation/model.py).
+# Megatron's arguments that sizes and times depend on (presets/sizes.py, presets/layout.py,
+# simulation/model.py).
 PRESET_ARGUMENTS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels",
     "group_query_attention", "num_query_groups", "multi_latent_attention", "q_lora_rank",
-    "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "swiglu",
-    "untie_embeddings_and_output_weights", "padded_vocab_size", "seq_length", "num_experts",
-    "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
-    "moe_layer_freq", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "qk_layernorm",
+    "softmax_type", "swiglu", "quick_geglu", "normalization", "position_embedding_type",
+    "max_position_embeddings", "untie_embeddings_and_output_weights", "padded_vocab_size",
+    "seq_length", "num_experts", "moe_router_topk", "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size", "moe_layer_freq", "moe_token_dispatcher_type",
+    "mtp_num_layers", "tensor_model_parallel_size", "pipeline_model_parallel_size",
     "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
+    "sequence_parallel", "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     "micro_batch_size", "global_batch_size", "bf16", "fp16", "use_distributed_optimizer",
     "overlap_grad_reduce", "overlap_param_gather", "recompute_granularity", "recompute_modules",
 )  # fmt: skip
@@ -113,12 +120,20 @@ def write_preset(folder: Path, args: Namespace) -> None:
     """
     import yaml
 
-    flags = {}
+    flags: dict[str, Any] = {}
     for name in PRESET_ARGUMENTS:
         value = getattr(args, name, None)
-        if value is not None and value is not False:
-            value = " ".join(value) if name == "recompute_modules" else value
-            flags["--" + name.replace("_", "-")] = value
-    preset = {"GPUS": args.world_size, "MODEL_ARGS": flags}
+        if value is None or value is False:
+            continue
+        if name == "moe_layer_freq":
+            value = value if isinstance(value, int) else str(value)
+        if name == "recompute_modules":
+            value = " ".join(value)
+        flags[flag_of(name)] = value
+    if not args.add_bias_linear:
+        flags["--disable-bias-linear"] = True
+    preset: dict[str, Any] = {"title": "the recorded run", "MODEL_ARGS": flags}
+    if args.world_size % GPUS_PER_NODE == 0:
+        preset["LAYOUTS"] = {args.world_size // GPUS_PER_NODE: {}}
     text = "# The run's own sizes, written by --fssdp-record-trace.\n"
     (folder / "model.yaml").write_text(text + yaml.safe_dump(preset, sort_keys=False))

@@ -198,12 +198,15 @@ def test_the_preset_of_a_run(tmp_path: Path) -> None:
     args = Namespace(
         world_size=8, num_layers=3, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4,
         moe_layer_freq=[0, 1, 1], num_experts=8, moe_router_topk=2, seq_length=16, swiglu=True,
-        padded_vocab_size=128, expert_model_parallel_size=4, expert_tensor_parallel_size=1,
+        padded_vocab_size=128, max_position_embeddings=16, normalization="RMSNorm",
+        position_embedding_type="rope", add_bias_linear=False, group_query_attention=False,
+        expert_model_parallel_size=4, expert_tensor_parallel_size=1,
         micro_batch_size=1, global_batch_size=16, bf16=False, kv_channels=None,
         recompute_granularity="selective", recompute_modules=["core_attn", "moe"],
     )  # fmt: skip
     write_preset(tmp_path, args)
-    job = read_job(tmp_path / "model.yaml", num_ranks=8)
+    job = read_job(str(tmp_path / "model.yaml"))
+    assert job.layout.num_ranks == 8
     assert job.shape.moe_layers == (2, 3)
     assert (job.shape.num_experts, job.shape.moe_ffn_size, job.layout.ep) == (8, 48, 4)
     assert (job.layout.num_microbatches, job.recompute, job.param_bytes) == (2, "moe", 4)

@@ -186,7 +186,8 @@ def heat_maps(result: Result, system: SystemResult) -> Picture | None:
     before_LR, after_LR = _relative(result.owner_loads_LR), _relative(system.loads_LR)
     if not before_LR.size or before_LR.shape != after_LR.shape:
         return None
-    top = max(float(before_LR.max()), float(after_LR.max()), 1.05)
+    # Small differences look small.
+    top = max(float(before_LR.max()), float(after_LR.max()), 1.5)
     num_layers, num_ranks = before_LR.shape
     names = ("owners alone, as EP", f"{system.name}, as it ran")
 
@@ -203,7 +204,7 @@ def heat_maps(result: Result, system: SystemResult) -> Picture | None:
                 vmin=2 - top,
                 vmax=top,
                 aspect="auto",
-                interpolation="nearest",
+                interpolation="none",
                 extent=(-0.5, num_ranks - 0.5, num_layers - 0.5, -0.5),
             )
             axis.set_title(f"{name}: worst {loads_LR.max():.2f}")

@@ -173,4 +173,6 @@ def systems_table(result: Result) -> tuple[tuple[str, ...], list[tuple[str, ...]
                 "-" if each.peak_bytes is None else gigabytes(each.peak_bytes),
             )
         )
-    return head, rows
+    # A column that nobody knows says nothing.
+    known = [at for at in range(len(head)) if any(row[at] != "-" for row in rows)]
+    return tuple(head[at] for at in known), [tuple(row[at] for at in known) for row in rows]
