@@ -121,7 +121,7 @@ def measure(repeats: int) -> dict[str, Any]:
         create_gloo_process_groups=False,
     )
     _, links = measure_links(1 << 24)
-    machine = torch.tensor([measure_memory(1 << 26)])
+    machine = torch.tensor([measure_memory(1 << 24, torch.float32, torch.device("cpu"))])
     dist.all_reduce(machine, op=dist.ReduceOp.MIN)
     topology = Topology((0,) * EP, intra_node=links["intra_node"])
     rate = ComputeRate(flops_per_s=1.0, memory_bytes_per_s=machine.item())

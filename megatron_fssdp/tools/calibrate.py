@@ -67,7 +67,6 @@ def calibrate(
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     compute = measure_products(hidden_size, ffn_size, rows)
-    compute["memory_bytes_per_s"] = measure_memory(4 * large_bytes)
     hosts = [socket.gethostname()]
     links: dict[str, LinkClass] = {}
     if dist.is_initialized():
@@ -144,15 +143,6 @@ def measure_memory(size: int, dtype: torch.dtype, device: torch.device) -> float
     """
     numbers = torch.ones(size, dtype=dtype, device=device)
     return 2.0 * numbers.nbytes / _median_s(lambda: numbers * 2.0)
-
-
-def measure_memory(num_bytes: int) -> float:
-    """Measure the bytes a second that a copy of `num_bytes` reads and writes, together."""
-    source = torch.zeros(
-        num_bytes, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu"
-    )
-    target = torch.empty_like(source)
-    return 2 * num_bytes / _median_s(lambda: target.copy_(source))
 
 
 def measure_links(large_bytes: int) -> tuple[list[str], dict[str, LinkClass]]:
