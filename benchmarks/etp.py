@@ -83,7 +83,7 @@ class Case:
         mine, first = EXPERTS // EP, groups.ep.rank() * EXPERTS // EP
         indices = list(range(first, first + mine))
         self.dispatcher = kind(mine, indices, config=config, pg_collection=groups)
-        # Rank by rank another start, so that a rank's tokens spread evenly over all experts.
+        # A rank's tokens spread evenly over all experts.
         choice = (torch.arange(tokens)[:, None] * TOPK + torch.arange(TOPK)) % EXPERTS
         self.routing = torch.zeros(tokens, EXPERTS, dtype=torch.bool).scatter_(1, choice, True)
         self.probs = (self.routing / TOPK).requires_grad_()

@@ -118,7 +118,7 @@ def test_fused_schedule_equals_ep(tmp_path: Path) -> None:
     """Partial results add up in another order, nothing else changes; resized layers stay fused."""
     for name, text in CLUSTERS.items():
         (tmp_path / name).write_text(text)
-    names, jobs = a_few(list(FUSED), (0, 2, 3, 4)), []
+    names, jobs = a_few(list(FUSED), (0, 3)), []
     for name in names:
         model, settings, _ = FUSED[name]
         job = Job(**{"steps": 4, **TP2_ETP2, **model})

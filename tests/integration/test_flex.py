@@ -34,7 +34,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def _train(jobs: list[Job]) -> list[Trained]:
     install()
-    return run_many(jobs)
+    from megatron.core.transformer.moe import fused_a2a
+
+    results = []
+    for job in jobs:
+        # Its one buffer keeps the process group of the job before.
+        fused_a2a.reset_hybrid_ep_buffer()
+        results += run_many([job])
+    return results
 
 
 def _flex(layout: dict[str, Any], backend: str) -> Job:
