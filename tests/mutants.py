@@ -117,9 +117,8 @@ def _cut_the_routers_gradient() -> None:
 def _miscount_a_quota() -> None:
     def change(routing: Any, probs: Any, split_EI: Any, slots: Any) -> tuple[Any, ...]:
         wrong = split_EI.clone()
-        # One token too few for each owner, one too many for its first replica.
-        moved = ((split_EI[:, 0] > 0) & (split_EI[:, 1:].sum(1) > 0)).long()
-        wrong[:, 0] -= moved
+        # One token too few for each owner whose expert has replicas.
+        wrong[:, 0] -= ((split_EI[:, 0] > 0) & (split_EI[:, 1:].sum(1) > 0)).long()
         return routing, probs, wrong, slots
 
     _translate_wrongly(change)
