@@ -162,6 +162,17 @@ def _save_moved_experts_under_old_names() -> None:
     spec.describe_experts = lambda state, ownerships: state
 
 
+def _let_the_wrong_rank_save() -> None:
+    """The dense tensor-parallel rank decides who writes, as it once did."""
+    from types import SimpleNamespace
+
+    from megatron_fssdp.integration import saved_state
+
+    state = saved_state.parallel_state
+    wrong = {**vars(state), "get_expert_tensor_parallel_rank": state.get_tensor_model_parallel_rank}
+    saved_state.parallel_state = SimpleNamespace(**wrong)  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True)
 class Mutant:
     """A fault, and the tests that must notice it (pytest's names of them)."""
@@ -200,6 +211,10 @@ MUTANTS: dict[str, Mutant] = {
     "moved experts saved under their old names": Mutant(
         _save_moved_experts_under_old_names,
         ("tests/integration/test_resharding.py::test_checkpoints_of_moved_experts_are_plain",),
+    ),
+    "loads saved by the wrong rank": Mutant(
+        _let_the_wrong_rank_save,
+        ("tests/integration/test_layout_features.py::test_layouts_save_and_resume",),
     ),
 }
 
