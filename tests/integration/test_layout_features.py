@@ -134,7 +134,7 @@ FEATURES: dict[str, tuple[int, Job]] = {
 }
 
 
-@pytest.mark.parametrize("feature", a_few(list(FEATURES), (0, 2, 3, 6, 12)))
+@pytest.mark.parametrize("feature", a_few(list(FEATURES), (0, 2, 4, 8, 13)))
 def test_feature_equals_ep(feature: str) -> None:
     world_size, job = FEATURES[feature]
     ranks = assert_equals_ep(world_size, job)
