@@ -117,9 +117,8 @@ def _cut_the_routers_gradient() -> None:
 def _miscount_a_quota() -> None:
     def change(routing: Any, probs: Any, split_EI: Any, slots: Any) -> tuple[Any, ...]:
         wrong = split_EI.clone()
-        # One token too few for each owner, one too many for its first replica.
-        moved = ((split_EI[:, 0] > 0) & (split_EI[:, 1:].sum(1) > 0)).long()
-        wrong[:, 0] -= moved
+        # One token too few for each owner whose expert has replicas.
+        wrong[:, 0] -= ((split_EI[:, 0] > 0) & (split_EI[:, 1:].sum(1) > 0)).long()
         return routing, probs, wrong, slots
 
     _translate_wrongly(change)
@@ -163,6 +162,17 @@ def _save_moved_experts_under_old_names() -> None:
     spec.describe_experts = lambda state, ownerships: state
 
 
+def _let_the_wrong_rank_save() -> None:
+    """The dense tensor-parallel rank decides who writes, as it once did."""
+    from types import SimpleNamespace
+
+    from megatron_fssdp.integration import saved_state
+
+    state = saved_state.parallel_state
+    wrong = {**vars(state), "get_expert_tensor_parallel_rank": state.get_tensor_model_parallel_rank}
+    saved_state.parallel_state = SimpleNamespace(**wrong)  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True)
 class Mutant:
     """A fault, and the tests that must notice it (pytest's names of them)."""
@@ -201,6 +211,10 @@ MUTANTS: dict[str, Mutant] = {
     "moved experts saved under their old names": Mutant(
         _save_moved_experts_under_old_names,
         ("tests/integration/test_resharding.py::test_checkpoints_of_moved_experts_are_plain",),
+    ),
+    "loads saved by the wrong rank": Mutant(
+        _let_the_wrong_rank_save,
+        ("tests/integration/test_layout_features.py::test_layouts_save_and_resume",),
     ),
 }
 

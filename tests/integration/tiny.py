@@ -245,7 +245,7 @@ class TinyRun:
                 num_distributed_optimizer_instances=job.optimizer_instances,
             ),
             model,
-            # As Megatron does: the chunks that run later are not in the first bucket's time.
+            # As Megatron does: only the first chunk's reduction has nothing else to hide under.
             disable_bucketing=number > 0,
         )
 

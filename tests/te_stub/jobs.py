@@ -421,7 +421,7 @@ class TETinyRun(TinyRun):
         _see_te()
         super().__init__(job)
 
-    def _model(self) -> torch.nn.Module:
+    def _model(self) -> list[torch.nn.Module]:
         from unittest import mock
 
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
@@ -432,9 +432,10 @@ class TETinyRun(TinyRun):
         with mock.patch.object(
             LocalSpecProvider, "grouped_mlp_modules", lambda self, grouped: experts(grouped)
         ):
-            model = super()._model()
-        assert any(isinstance(module, TEGroupedMLP) for module in model.modules())
-        return model
+            chunks = super()._model()
+        modules = [module for chunk in chunks for module in chunk.modules()]
+        assert any(isinstance(module, TEGroupedMLP) for module in modules)
+        return chunks
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         from megatron.core import parallel_state
