@@ -27,8 +27,8 @@ def test_no_gradient_of_a_weight_takes_memory_of_its_own(run_with_te: Callable) 
     job = LayerJob(num_microbatches=4).as_fssdp()
     by_rank = run_with_te(2, jobs.find_gradients, job)
     for first, *later in by_rank:
-        assert first == {"main_grad": 32, "sums": 0, "scrap": 16, "elsewhere": 0, "unmarked": 0}
-        for found in later:
+        assert (first["main_grad"], first["sums"], first["scrap"]) == (32, 0, 16)
+        for found in (first, *later):
             assert found["main_grad"] == 32
             assert found["sums"] + found["scrap"] == 16
             assert found["elsewhere"] == found["unmarked"] == 0
@@ -43,15 +43,11 @@ def test_experts_without_tokens_have_zeros_in_main_grad(run_with_te: Callable) -
     Each weight still says that its gradient is there, or Megatron's DDP would wait for it.
     """
     job = LayerJob(ep=4, logit_bias=(50.0, 50.0, *[0.0] * 6))
-    for found in run_with_te(4, jobs.find_gradients, job.as_fssdp()):
-        assert [each["unmarked"] for each in found] == [0] * job.iterations
-    (results,) = zip(*run_with_te(4, jobs.train_layers, [job.as_fssdp()]), strict=True)
-    for rank, run in enumerate(results):
-        assert run.rows_R[0][1:] == [0, 0, 0]
-        for grads in run.grads:
-            for name, grad in grads.items():
-                if "experts" in name:
-                    assert grad.any() == (rank == 0), (rank, name)
+    for rank, iterations in enumerate(run_with_te(4, jobs.find_gradients, job.as_fssdp())):
+        for found in iterations:
+            assert found["unmarked"] == found["elsewhere"] == 0
+            # 2 experts of rank 0, 2 weights each; also where replicas have computed all rows.
+            assert found["nonzero"] == (4 if rank == 0 else 0)
 
 
 LAYERS = {
@@ -125,7 +121,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", a_few(list(MODELS), [0, 2, 4]))
+@pytest.mark.parametrize("name", a_few(list(MODELS), [0, 2]))
 def test_models_train_like_ep(run_with_te: Callable, name: str) -> None:
     """The tiny GPT; its other layers add their gradients in place too (an Apex stand-in)."""
     job = replace(MODELS[name], model={**MODELS[name].model, **FUSED})

@@ -343,8 +343,8 @@ def optimizer_hook_runs() -> bool:
 def find_gradients(job: LayerJob) -> list[dict[str, int]]:
     """Train, and tell where TE's products put the weights' gradients, an iteration an entry.
 
-    An entry counts outputs by the memory that they are in, and owned weights whose parameter does
-    not say that its gradient is in main_grad.
+    An entry counts outputs by the memory that they are in; parameters that do not say that their
+    gradient is in main_grad, and those whose gradient is not zero.
     """
     _start(job)
     tex = importlib.import_module("transformer_engine_torch")
@@ -369,7 +369,7 @@ def find_gradients(job: LayerJob) -> list[dict[str, int]]:
             if rows._rows is not None:
                 name = "scrap" if rows is transport._scrap else "sums"
                 homes[rows._rows.untyped_storage().data_ptr()] = name
-        found = dict.fromkeys(("main_grad", "sums", "scrap", "elsewhere", "unmarked"), 0)
+        found = dict.fromkeys(("main_grad", "sums", "scrap", "elsewhere"), 0)
         for out in outputs:
             found[homes.get(out.untyped_storage().data_ptr(), "elsewhere")] += 1
         found["unmarked"] = sum(
@@ -377,6 +377,7 @@ def find_gradients(job: LayerJob) -> list[dict[str, int]]:
             for name, parameter in layer.experts.named_parameters()
             if "weight" in name
         )
+        found["nonzero"] = sum(bool(p.main_grad.any()) for p in layer.experts.parameters())
         outputs.clear()
         iterations.append(found)
 
