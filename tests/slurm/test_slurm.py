@@ -43,7 +43,7 @@ class Cluster:
         self,
         launcher: str,
         *options: str,
-        iterations: int = 8,
+        exit_interval: int = 10**6,
         without: tuple[str, ...] = (),
         **env: str,
     ) -> subprocess.CompletedProcess[str]:
@@ -60,7 +60,7 @@ class Cluster:
             "GPUS_PER_NODE": str(RANKS_PER_NODE),
             "OUTPUT_PATH": str(self.output),
             "EXTRA_ARGS": f"--fssdp-log-plan 1 --fssdp-ranks-per-node {RANKS_PER_NODE}"
-            f" --train-iters {iterations} --override-opt-param-scheduler",
+            f" --exit-interval {exit_interval}",
             **env,
         }
         return subprocess.run(
@@ -89,7 +89,7 @@ def cluster(tmp_path: Path) -> Cluster:
     )
     (programs / "fssdp").chmod(0o755)
     model = from_words([*MODEL_FLAGS.split(), *MEGATRON_FLAGS])
-    model |= {"--padded-vocab-size": 128, "--global-batch-size": 8}
+    model |= {"--padded-vocab-size": 128, "--global-batch-size": 8, "--train-iters": 10**4}
     model |= {"--use-distributed-optimizer": True, "--dist-ckpt-optim-fully-reshardable": True}
     model["--expert-model-parallel-size"] = 2 * RANKS_PER_NODE
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({"MODEL_ARGS": model}))
@@ -199,8 +199,8 @@ def test_stops_with_a_checkpoint_and_resumes(cluster: Cluster) -> None:
 
     The first half under torchrun, the second under srun: the checkpoint does not know.
     """
-    # Without the signal it would go on for hours.
-    first = cluster.sbatch("torchrun", iterations=10**6, FAKE_SLURM_TERM_AT=r"iteration +3/")
+    # It has too many iterations to end before the signal.
+    first = cluster.sbatch("torchrun", FAKE_SLURM_TERM_AT=r"iteration +3/")
     assert first.returncode == 0, first.stdout + first.stderr + cluster.log(0)
     log = cluster.log(0)
     assert "exiting program after receiving SIGTERM" in log
@@ -211,17 +211,17 @@ def test_stops_with_a_checkpoint_and_resumes(cluster: Cluster) -> None:
     assert "fssdp iteration        1 | fullest rank / mean tokens" in log
     saved = int((cluster.output / "checkpoints/latest_checkpointed_iteration.txt").read_text())
     assert 3 <= saved == int(done[-1][0])
-    second = cluster.sbatch("srun", iterations=saved + 4)
+    second = cluster.sbatch("srun", exit_interval=saved + 4)
     assert second.returncode == 0, second.stdout + second.stderr + cluster.log(1)
     resumed = ITERATION.findall(cluster.log(1))
     assert [int(number) for number, _ in resumed] == list(range(saved + 1, saved + 5))
     assert f"world size: {2 * RANKS_PER_NODE}," in cluster.log(1)
-    # Finished: not queued a second time.
+    # It came to its end: not queued a second time.
     assert json.loads((cluster.folder / "state.json").read_text())["log"] == state["log"]
     assert "queued again" not in second.stdout
     if ALL:
         folder = str(cluster.folder / "whole")
-        whole = cluster.sbatch("srun", iterations=saved + 4, OUTPUT_PATH=folder)
+        whole = cluster.sbatch("srun", exit_interval=saved + 4, OUTPUT_PATH=folder)
         assert whole.returncode == 0
         logs = cluster.folder / "whole" / "slurm_logs" / "4711"
         assert ITERATION.findall((logs / "run-2.log").read_text())[-1] == resumed[-1]
