@@ -40,7 +40,12 @@ class Cluster:
         return (self.output / "slurm_logs" / "4711" / f"run-{run}.log").read_text()
 
     def sbatch(
-        self, launcher: str, *options: str, without: tuple[str, ...] = (), **env: str
+        self,
+        launcher: str,
+        *options: str,
+        exit_interval: int = 10**6,
+        without: tuple[str, ...] = (),
+        **env: str,
     ) -> subprocess.CompletedProcess[str]:
         for name in without:
             (self.folder / "bin" / name).unlink()
@@ -54,7 +59,8 @@ class Cluster:
             "PRESET": str(self.folder / "tiny.yaml"),
             "GPUS_PER_NODE": str(RANKS_PER_NODE),
             "OUTPUT_PATH": str(self.output),
-            "EXTRA_ARGS": f"--fssdp-log-plan 1 --fssdp-ranks-per-node {RANKS_PER_NODE}",
+            "EXTRA_ARGS": f"--fssdp-log-plan 1 --fssdp-ranks-per-node {RANKS_PER_NODE}"
+            f" --exit-interval {exit_interval}",
             **env,
         }
         return subprocess.run(
@@ -83,8 +89,8 @@ def cluster(tmp_path: Path) -> Cluster:
     )
     (programs / "fssdp").chmod(0o755)
     model = from_words([*MODEL_FLAGS.split(), *MEGATRON_FLAGS])
-    model |= {"--train-iters": 8, "--padded-vocab-size": 128, "--use-distributed-optimizer": True}
-    model |= {"--dist-ckpt-optim-fully-reshardable": True, "--global-batch-size": 8}
+    model |= {"--padded-vocab-size": 128, "--global-batch-size": 8, "--train-iters": 10**4}
+    model |= {"--use-distributed-optimizer": True, "--dist-ckpt-optim-fully-reshardable": True}
     model["--expert-model-parallel-size"] = 2 * RANKS_PER_NODE
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({"MODEL_ARGS": model}))
     return Cluster(tmp_path)
@@ -193,6 +199,7 @@ def test_stops_with_a_checkpoint_and_resumes(cluster: Cluster) -> None:
 
     The first half under torchrun, the second under srun: the checkpoint does not know.
     """
+    # It has too many iterations to end before the signal.
     first = cluster.sbatch("torchrun", FAKE_SLURM_TERM_AT=r"iteration +3/")
     assert first.returncode == 0, first.stdout + first.stderr + cluster.log(0)
     log = cluster.log(0)
@@ -203,17 +210,18 @@ def test_stops_with_a_checkpoint_and_resumes(cluster: Cluster) -> None:
     done = ITERATION.findall(log)
     assert "fssdp iteration        1 | fullest rank / mean tokens" in log
     saved = int((cluster.output / "checkpoints/latest_checkpointed_iteration.txt").read_text())
-    assert 3 <= saved == int(done[-1][0]) < 8
-    second = cluster.sbatch("srun")
+    assert 3 <= saved == int(done[-1][0])
+    second = cluster.sbatch("srun", exit_interval=saved + 4)
     assert second.returncode == 0, second.stdout + second.stderr + cluster.log(1)
     resumed = ITERATION.findall(cluster.log(1))
-    assert [int(number) for number, _ in resumed] == list(range(saved + 1, 9))
+    assert [int(number) for number, _ in resumed] == list(range(saved + 1, saved + 5))
     assert f"world size: {2 * RANKS_PER_NODE}," in cluster.log(1)
-    # Finished: not queued a second time.
+    # It came to its end: not queued a second time.
     assert json.loads((cluster.folder / "state.json").read_text())["log"] == state["log"]
     assert "queued again" not in second.stdout
     if ALL:
-        whole = cluster.sbatch("srun", OUTPUT_PATH=str(cluster.folder / "whole"))
+        folder = str(cluster.folder / "whole")
+        whole = cluster.sbatch("srun", exit_interval=saved + 4, OUTPUT_PATH=folder)
         assert whole.returncode == 0
         logs = cluster.folder / "whole" / "slurm_logs" / "4711"
         assert ITERATION.findall((logs / "run-2.log").read_text())[-1] == resumed[-1]
