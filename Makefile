@@ -25,6 +25,7 @@ bench: setup
 	@$(PY) benchmarks/resharding.py
 	@$(PY) benchmarks/fidelity.py
 	@$(PY) benchmarks/simulator_time.py
+	@$(PY) benchmarks/recording.py
 
 reproduce: setup
 	@$(PY) benchmarks/reproduce.py

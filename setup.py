@@ -19,7 +19,7 @@ setup(
     license_expression="Apache-2.0",
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_fssdp", "megatron_fssdp.*"]),
-    package_data={"megatron_fssdp": ["py.typed", "data/traces/*"]},
+    package_data={"megatron_fssdp": ["py.typed", "data/traces/*", "simulation/report/*.j2"]},
     install_requires=[
         "numpy>=1.26",
         "torch>=2.10",
@@ -35,8 +35,11 @@ setup(
     extras_require={
         "te": ["transformer-engine[pytorch]>=2.10"],
         "plot": ["matplotlib>=3.8"],
+        # `fssdp report`, `fssdp simulate --html`.
+        "report": ["matplotlib>=3.8", "jinja2>=3"],
         "dev": [
             "matplotlib>=3.8",
+            "jinja2>=3",
             "pytest>=8",
             "pytest-timeout>=2.3",
             "hypothesis>=6.100",

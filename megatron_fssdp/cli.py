@@ -2,6 +2,8 @@
 
 """The `fssdp` command. Thin: each command parses, calls the library and prints."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -34,24 +36,31 @@ def _options(
 
 @app.command()
 def doctor() -> None:
-    """Show the versions found, and whether this plugin supports them."""
-    from megatron_fssdp.integration import versions
+    """Show what is found here, and what of it will slow or break a run, with the fix."""
+    import contextlib
+    import io
+    import warnings
+    from dataclasses import asdict
 
-    found = versions.find_versions()
-    lines = {
-        "megatron-fssdp": __version__,
-        "torch": found.torch,
-        "CUDA": found.cuda or "no device: runs on CPUs over gloo",
-        "megatron-core": found.megatron_core or "not found",
-        "Transformer Engine": found.transformer_engine or "not found: experts use torch",
-        "NVIDIA Apex": found.apex or "not found: Megatron uses torch instead",
-    }
-    for name, value in lines.items():
+    from megatron_fssdp.integration import versions
+    from megatron_fssdp.tools import doctor as tool
+
+    # Megatron warns of every optional package that it does not find; that is our job here.
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        found = versions.find_versions()
+        facts = tool.look(asdict(found), found.is_core_supported, versions.SUPPORTED_CORES_TEXT)
+    for name, value in {"megatron-fssdp": __version__, **tool.describe(facts)}.items():
         typer.echo(f"{name:<20}{value}")
-    if not found.is_core_supported:
-        typer.echo(f"Not supported: this plugin needs {versions.SUPPORTED_CORES_TEXT}.", err=True)
+    findings = tool.examine(facts)
+    for finding in findings:
+        typer.echo(f"\n{finding.effect.upper()}: {finding.what}\n    fix: {finding.fix}")
+    if facts.is_core_supported:
+        typer.echo(f"\nSupported: {versions.SUPPORTED_CORES_TEXT}.")
+    if any(finding.effect == "breaks" for finding in findings):
         raise typer.Exit(code=1)
-    typer.echo(f"Supported: {versions.SUPPORTED_CORES_TEXT}.")
+    if not findings:
+        typer.echo("Nothing found that slows or breaks a run.")
 
 
 @app.command()
@@ -95,6 +104,7 @@ def simulate(
     chrome_trace: Annotated[
         Path | None, typer.Option(help="Write the iteration's events for ui.perfetto.dev.")
     ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with figures.")] = None,
 ) -> None:
     """Simulate a job under several systems: time, memory, balance, traffic. Needs no GPU."""
     from rich.console import Console
@@ -102,7 +112,7 @@ def simulate(
     from megatron_fssdp.simulation.systems import Options
     from megatron_fssdp.tools import simulate as tool
 
-    try:
+    with _user_errors("simulate"):
         request = tool.Request(
             model=model,
             cluster=cluster,
@@ -113,14 +123,168 @@ def simulate(
             global_batch=global_batch,
             options=Options(num_replica_slots=slots),
             timeline=timeline,
-            keeps_events=json is not None or chrome_trace is not None,
+            keeps_events=any((json, chrome_trace, html)),
         )
         result = tool.run(request, Console())
-    except ValueError as error:
-        typer.echo(f"fssdp simulate: {error}", err=True)
+        for path in tool.write_files(result, json, chrome_trace, html):
+            typer.echo(f"wrote {path}")
+
+
+trace_app = typer.Typer(help="Look at, import and make traces of expert loads.")
+app.add_typer(trace_app, name="trace")
+
+
+@trace_app.command("info")
+def trace_info(
+    path: Annotated[Path, typer.Argument(help="Folder or file.")],
+    ranks: Annotated[
+        int | None, typer.Option(help="Source ranks, where the trace does not tell them.")
+    ] = None,
+) -> None:
+    """Show a trace's size and how uneven its loads are."""
+    from rich.console import Console
+
+    from megatron_fssdp.tools import traces as tool
+
+    with _user_errors("trace info"):
+        tool.show_info(tool.open_any(path, ranks), Console())
+
+
+@trace_app.command("import")
+def trace_import(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="Megatron's router trace, a dump of vLLM or SGLang (.json, .jsonl, .pt), "
+            ".npz or .csv."
+        ),
+    ],
+    folder: Annotated[Path, typer.Argument(help="Folder to write the trace to.")],
+    ranks: Annotated[
+        int | None, typer.Option(help="Source ranks to deal tokens out to, where none are told.")
+    ] = None,
+    experts: Annotated[
+        int | None, typer.Option(help="Experts of a layer, where only chosen ones are named.")
+    ] = None,
+) -> None:
+    """Turn what another program recorded into a trace."""
+    from rich.console import Console
+
+    from megatron_fssdp.simulation.traces import write_trace
+    from megatron_fssdp.tools import traces as tool
+
+    with _user_errors("trace import"):
+        trace = tool.open_any(source, ranks, experts)
+        write_trace(trace, folder)
+        tool.show_info(trace, Console())
+    typer.echo(f"wrote {folder}")
+
+
+@trace_app.command("generate")
+def trace_generate(
+    folder: Annotated[Path, typer.Argument(help="Folder to write the trace to.")],
+    kind: Annotated[
+        str, typer.Option(help="even, zipf, drift, bursts, hot-rank or domains.")
+    ] = "zipf",
+    experts: Annotated[int, typer.Option(help="E.")] = 64,
+    ranks: Annotated[int, typer.Option(help="Source ranks.")] = 8,
+    layers: Annotated[int, typer.Option(help="MoE layers.")] = 4,
+    iterations: Annotated[int, typer.Option(help="Iterations.")] = 50,
+    tokens: Annotated[int, typer.Option(help="Tokens of a source rank in an iteration.")] = 8192,
+    topk: Annotated[int, typer.Option(help="Experts of a token.")] = 8,
+    skew: Annotated[float, typer.Option(help="Zipf exponent of the experts' shares.")] = 0.8,
+    seed: Annotated[int, typer.Option(help="The same seed makes the same trace.")] = 0,
+) -> None:
+    """Make a trace up."""
+    from rich.console import Console
+
+    from megatron_fssdp.simulation import generate
+    from megatron_fssdp.simulation.traces import write_trace
+    from megatron_fssdp.tools import traces as tool
+
+    with _user_errors("trace generate"):
+        shape = generate.Shape(
+            num_iterations=iterations,
+            num_layers=layers,
+            num_ranks=ranks,
+            num_experts=experts,
+            tokens=tokens,
+            topk=topk,
+            skew=skew,
+        )
+        trace = generate.generate(kind, shape, seed)
+        write_trace(trace, folder)
+        tool.show_info(trace, Console())
+    typer.echo(f"wrote {folder}")
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Folders of --fssdp-record-trace: one run, or EP's and FSSDP's."),
+    ],
+    html: Annotated[
+        Path | None, typer.Option(help="Page to write. Default: report.html in the first folder.")
+    ] = None,
+) -> None:
+    """Write one HTML page about what training runs recorded."""
+    from megatron_fssdp.simulation.measured import measured
+    from megatron_fssdp.simulation.report import write_report
+    from megatron_fssdp.simulation.report.words import summary
+
+    with _user_errors("report"):
+        result = measured(runs)
+        path = html or runs[0] / "report.html"
+        write_report(result, path)
+    for sentence in summary(result):
+        typer.echo(sentence)
+    typer.echo(f"wrote {path}")
+
+
+@app.command()
+def tune(
+    model: Annotated[
+        str, typer.Option(help="Preset in configs/models, or a file like one: RUN/model.yaml.")
+    ],
+    cluster: Annotated[str, typer.Option(help="Cluster in configs/clusters, or a cluster file.")],
+    trace: Annotated[str, typer.Option(help="Recorded loads: a folder or file.")],
+    nodes: Annotated[
+        int | None, typer.Option(help="Nodes of the cluster. Default: the preset's fewest.")
+    ] = None,
+    iterations: Annotated[
+        int | None,
+        typer.Option(help="Iterations that count, after 5 that are only watched. Default: all."),
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(help="Sequences of an iteration. Default: the preset's.")
+    ] = None,
+) -> None:
+    """Search the flags that make a job fastest, and say what they are worth, or to leave it off."""
+    from rich.console import Console
+
+    from megatron_fssdp.tools import tune as tool
+
+    with _user_errors("tune"):
+        tool.run(
+            model,
+            cluster,
+            trace,
+            Console(),
+            nodes=nodes,
+            iterations=iterations,
+            global_batch=global_batch,
+        )
+
+
+@contextmanager
+def _user_errors(command: str) -> Iterator[None]:
+    """Show what is wrong with a user's files or flags in a sentence, without a traceback."""
+    try:
+        yield
+    except (ValueError, RuntimeError, OSError) as error:
+        typer.echo(f"fssdp {command}: {error}", err=True)
         raise typer.Exit(code=2) from None
-    for path in tool.write_files(result, json, chrome_trace):
-        typer.echo(f"wrote {path}")
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a run shows of its balance: a console line, and the load log.
+"""What a run shows of its balance: a console line, scalars, and the trace.
 
 Everything here listens to the runtime's iteration records, once per iteration, off the hot path.
 """
@@ -22,17 +22,21 @@ from megatron_fssdp.config import FSSDPConfig
 from megatron_fssdp.integration import outlook
 from megatron_fssdp.integration.agreement import gather_objects
 from megatron_fssdp.integration.layer import gather_counts
+from megatron_fssdp.integration.recorder import TraceRecorder
 from megatron_fssdp.integration.records import IterationRecord
 from megatron_fssdp.integration.resharding import Reshard
 from megatron_fssdp.integration.runtime import FSSDPRuntime
-from megatron_fssdp.simulation.recording import TraceWriter
+from megatron_fssdp.integration.scalars import MovesSeen
 
 
-def attach(runtime: FSSDPRuntime, config: FSSDPConfig) -> None:
+def attach(runtime: FSSDPRuntime, config: FSSDPConfig) -> MovesSeen:
     """Let a runtime report as the flags ask. Collective, after the model is built.
 
+    Returns:
+        what counts the experts that move.
+
     Raises:
-        ValueError: on every rank, if one of them cannot write the load log.
+        ValueError: on every rank, if one of them cannot write the trace.
     """
     if config.moe_parallel == "fssdp" and runtime.layer_shapes() and _speaks_for_stage():
         print(outlook.describe(runtime), flush=True)
@@ -40,13 +44,16 @@ def attach(runtime: FSSDPRuntime, config: FSSDPConfig) -> None:
             print(f"WARNING: {outlook.ONE_CONNECTION}", flush=True)
     if config.reshard_interval:
         runtime.owners.listeners.append(partial(_tell_of_reshard, config.reshard_interval))
+    moves = MovesSeen()
+    runtime.owners.listeners.append(moves)
     if config.fssdp_log_plan:
         runtime.listeners.append(PlanPrinter(config.fssdp_log_plan))
     if config.fssdp_record_trace is None:
-        return
+        return moves
     problem: str | None = None
     try:
-        recorder = TraceRecorder(Path(config.fssdp_record_trace), runtime.layer_shapes())
+        folder = Path(config.fssdp_record_trace)
+        recorder = TraceRecorder(folder, runtime, moves, writes=_speaks_for_stage())
     except (OSError, ValueError) as error:
         problem = str(error)
     problems = gather_objects(problem)
@@ -56,6 +63,7 @@ def attach(runtime: FSSDPRuntime, config: FSSDPConfig) -> None:
             f"--fssdp-record-trace {config.fssdp_record_trace} cannot be written: {first}"
         )
     runtime.listeners.append(recorder)
+    return moves
 
 
 def _tell_of_reshard(interval: int, iteration: int, result: Reshard) -> None:
@@ -75,6 +83,7 @@ class PlanPrinter:
             return
         before, after = record.imbalance()
         copied = sum(gather.num_bytes for gather in record.gathers)
+        far = sum(gather.far_bytes for gather in record.gathers)
         calibrated = ""
         if record.calibrations:
             new, saved_s, extra_s = (
@@ -87,82 +96,11 @@ class PlanPrinter:
             f" fssdp iteration {record.iteration + 1:8d} | fullest rank / mean tokens: "
             f"{_mean(before):.3f} -> {_mean(after):.3f} (worst layer {max(before):.3f} -> "
             f"{max(after):.3f}) | replicas: {record.num_replicas} | "
-            f"parameters copied: {copied / 1e6:.1f} MB | copies took "
-            f"{1e3 * record.traffic.total_s:.1f} ms, {1e3 * record.traffic.exposed_s:.1f} ms "
+            f"parameters copied: {copied / 1e6:.1f} MB ({far / 1e6:.1f} between nodes) | copies "
+            f"took {1e3 * record.traffic.total_s:.1f} ms, {1e3 * record.traffic.exposed_s:.1f} ms "
             f"of it exposed |{calibrated}",
             flush=True,
         )
-
-
-def scalars(record: IterationRecord) -> dict[str, float]:
-    """Return what a dashboard shows of an iteration, by name; the names are always the same.
-
-    Layers are those of this rank's pipeline stage; bytes are those of its whole expert-parallel
-    group; times are this rank's.
-    """
-    before, after = record.imbalance()
-    return {
-        "fssdp/imbalance-owners-only": _mean(before),
-        "fssdp/imbalance": _mean(after),
-        "fssdp/imbalance-worst-layer": max(after, default=1.0),
-        "fssdp/replicas": record.num_replicas,
-        "fssdp/calibrated-replicas": sum(each.num_new for each in record.calibrations),
-        "fssdp/calibration-saved-ms": 1e3 * sum(each.saved_s for each in record.calibrations),
-        "fssdp/calibration-cost-ms": 1e3 * sum(each.extra_s for each in record.calibrations),
-        "fssdp/copied-inside-nodes-mb": record.traffic.near_bytes / 1e6,
-        "fssdp/copied-between-nodes-mb": record.traffic.far_bytes / 1e6,
-        "fssdp/copies-ms": 1e3 * record.traffic.total_s,
-        "fssdp/copies-exposed-ms": 1e3 * record.traffic.exposed_s,
-        "fssdp/replica-memory-mb": record.replica_bytes / 1e6,
-        "fssdp/plan-ms": 1e3 * record.plan_s,
-    }
-
-
-class ScalarWriter:
-    """Writes scalars to the writers that Megatron opened on this rank (its last one)."""
-
-    def __init__(self, interval: int, tensorboard: Any, wandb: Any) -> None:
-        self._interval = interval
-        self._tensorboard, self._wandb = tensorboard, wandb
-
-    def __call__(self, record: IterationRecord) -> None:
-        """Write this iteration's scalars if it is its turn."""
-        step = record.iteration + 1
-        if step % self._interval:
-            return
-        values = scalars(record)
-        if self._tensorboard is not None:
-            for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, step)
-        if self._wandb is not None:
-            self._wandb.log(values, step)
-
-
-class TraceRecorder:
-    """Writes the load log of this rank's pipeline stage (expert-data-parallel replica 0)."""
-
-    def __init__(self, folder: Path, shapes: list[tuple[int, int]]) -> None:
-        self._writer: TraceWriter | None = None
-        if shapes and _speaks_for_stage():
-            stage = parallel_state.get_pipeline_model_parallel_rank()
-            num_stages = parallel_state.get_pipeline_model_parallel_world_size()
-            self._writer = TraceWriter(folder, stage, num_stages, shapes)
-
-    def __call__(self, record: IterationRecord) -> None:
-        """Append an iteration. A full disk ends the log, not the training."""
-        if self._writer is None:
-            return
-        try:
-            self._writer.append(
-                record.iteration,
-                record.counts_LRE,
-                record.loads_LR,
-                [plan.num_replicas for plan in record.plans],
-                [gather.num_bytes // 1000 for gather in record.gathers],
-            )
-        except OSError as error:
-            print(f"WARNING: --fssdp-record-trace ends here: {error}", flush=True)
-            self._writer = None
 
 
 def watching_runtime(config: FSSDPConfig) -> FSSDPRuntime:
@@ -180,6 +118,8 @@ def watch_routers(model: Iterable[torch.nn.Module], runtime: FSSDPRuntime) -> No
             if isinstance(layer, MoELayer):
                 name = f"MoE layer {layer.layer_number}"
                 index = runtime.add_layer(layer.config.num_moe_experts, layer.ep_group, name, None)
+                if layer.layer_number is not None:
+                    runtime.number_layer(index, layer.layer_number)
                 layer.router.register_forward_hook(_counting(runtime, index, layer.ep_group))
 
 

@@ -23,6 +23,7 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megatron_fssdp.config import FSSDPConfig, flag_of
@@ -147,6 +148,8 @@ def _prepare(model: Any, optimizer: Any) -> None:
     from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
     from megatron_fssdp.integration import metrics, spec
+    from megatron_fssdp.integration.recorder import write_preset
+    from megatron_fssdp.integration.scalars import ScalarWriter
 
     runtime = _runtimes[-1]
     if runtime in _prepared:
@@ -157,11 +160,15 @@ def _prepare(model: Any, optimizer: Any) -> None:
         runtime.num_microbatches = get_num_microbatches
     else:
         metrics.watch_routers(model, runtime)
-    metrics.attach(runtime, runtime.config)
+    moves = metrics.attach(runtime, runtime.config)
     args, tensorboard, wandb = get_args(), get_tensorboard_writer(), get_wandb_writer()
     if tensorboard is not None or wandb is not None:
-        writer = metrics.ScalarWriter(args.tensorboard_log_interval, tensorboard, wandb)
-        runtime.listeners.append(writer)
+        numbers = [layer.number for layer in runtime.layers()] * args.moe_per_layer_logging
+        runtime.listeners.append(
+            ScalarWriter(args.tensorboard_log_interval, tensorboard, wandb, moves, numbers)
+        )
+    if runtime.config.fssdp_record_trace is not None and args.rank == 0:
+        write_preset(Path(runtime.config.fssdp_record_trace), args)
     # Megatron's optimizers hold torch's; a stub (nothing to train here) holds none.
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     inner = [getattr(each, "optimizer", None) for each in chained]

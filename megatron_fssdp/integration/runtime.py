@@ -131,9 +131,9 @@ class FSSDPRuntime:
         """Return (R, E) of each layer."""
         return [(layer.group.size(), layer.num_experts) for layer in self._layers]
 
-    def layer_numbers(self) -> list[int]:
-        """Return each layer's number in the model, from 1; 0: not told."""
-        return [layer.number for layer in self._layers]
+    def layers(self) -> Sequence[LayerState]:
+        """Return the layers, for who reports on them."""
+        return self._layers
 
     def outlook(self) -> tuple[int, list[LayerShape], LinkClass]:
         """Return replica slots, the layers' shapes, and the slowest link class among the groups."""

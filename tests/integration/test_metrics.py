@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,10 +99,12 @@ class _Writer:
 
 
 def _train_with_writers(job: Job) -> tuple[dict, dict, int]:
-    from megatron_fssdp.integration.metrics import ScalarWriter
+    from megatron_fssdp.integration.scalars import MovesSeen, ScalarWriter
 
     run, tensorboard, wandb = TinyRun(job), _Writer(), _Writer()
-    run.runtime.listeners.append(ScalarWriter(2, tensorboard, wandb))
+    moves = MovesSeen(events=3, num_experts=8, num_bytes=5_000_000)
+    writer = ScalarWriter(2, tensorboard, wandb, moves, numbers=[2, 3])
+    run.runtime.listeners.append(writer)
     replicas = run.train().replicas
     return tensorboard.scalars, wandb.scalars, replicas[-1]
 
@@ -113,14 +117,24 @@ def test_scalars_for_megatrons_writers() -> None:
     assert all([step for step, _ in values] == [2, 4] for values in tensorboard.values())
     last = {name: values[-1][1] for name, values in tensorboard.items()}
     assert set(last) == {
-        "fssdp/imbalance-owners-only", "fssdp/imbalance", "fssdp/imbalance-worst-layer",
+        "fssdp/imbalance-before-p50", "fssdp/imbalance-before-p95", "fssdp/imbalance-before-max",
+        "fssdp/imbalance-after-p50", "fssdp/imbalance-after-p95", "fssdp/imbalance-after-max",
         "fssdp/replicas", "fssdp/calibrated-replicas", "fssdp/calibration-saved-ms",
         "fssdp/calibration-cost-ms", "fssdp/copied-inside-nodes-mb",
         "fssdp/copied-between-nodes-mb", "fssdp/copies-ms", "fssdp/copies-exposed-ms",
-        "fssdp/replica-memory-mb", "fssdp/plan-ms",
+        "fssdp/replica-memory-mb", "fssdp/plan-ms", "fssdp/reshard-events",
+        "fssdp/moved-experts", "fssdp/moved-mb",
+        "moe/fssdp_imbalance_before_layer_2", "moe/fssdp_imbalance_before_layer_3",
+        "moe/fssdp_imbalance_after_layer_2", "moe/fssdp_imbalance_after_layer_3",
     }  # fmt: skip
     assert last["fssdp/replicas"] == replicas > 0
-    assert 1 <= last["fssdp/imbalance"] < last["fssdp/imbalance-owners-only"]
+    assert 1 <= last["fssdp/imbalance-after-max"] < last["fssdp/imbalance-before-max"]
+    for name in ("before", "after"):
+        layers = [last[f"moe/fssdp_imbalance_{name}_layer_{number}"] for number in (2, 3)]
+        assert last[f"fssdp/imbalance-{name}-max"] == max(layers)
+        assert last[f"fssdp/imbalance-{name}-p50"] == pytest.approx(sum(layers) / 2)
+    moved = [last[f"fssdp/{name}"] for name in ("reshard-events", "moved-experts", "moved-mb")]
+    assert moved == [3, 8, 5]
     # Weights there and gradients back, 18,432 bytes each in fp32.
     copied = last["fssdp/copied-inside-nodes-mb"] + last["fssdp/copied-between-nodes-mb"]
     assert copied == pytest.approx(2 * replicas * 18432 / 1e6)
@@ -154,3 +168,45 @@ def test_one_cuda_connection_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> No
     for connections, overlap, warns in (("1", "on", True), ("1", "off", False), ("8", "on", False)):
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
         assert outlook.may_not_overlap(FSSDPConfig(fssdp_overlap=overlap)) == warns
+
+
+def test_the_record_of_iterations(tmp_path: Path) -> None:
+    """Beside the loads: what started, and a line of figures an iteration, also after a kill."""
+    run_ranks(4, _train_fssdp_logged, JOB.as_fssdp(), str(tmp_path))
+    path = tmp_path / "iterations-stage0.jsonl"
+    start, *lines = map(json.loads, path.read_text().splitlines())
+    # fc1 is (2 * 48, 32), fc2 (32, 48), in fp32.
+    assert start["start"]["expert-bytes"] == 18432
+    assert start["start"]["nodes"] == 1
+    assert [line["iteration"] for line in lines] == [0, 1, 2, 3]
+    assert all(line["time-ms"] > 0 for line in lines)
+    assert lines[0]["replicas"] == 0 < lines[3]["replicas"]
+    assert lines[3]["imbalance-after-max"] < lines[3]["imbalance-before-max"]
+    # Bounded: the names are fixed, whatever the layers, ranks and experts.
+    assert all(len(json.dumps(line)) < 1000 for line in lines)
+
+    path.write_text(path.read_text()[:-9])
+    run_ranks(4, _train_fssdp_logged, JOB.as_fssdp(), str(tmp_path))
+    assert "start" in json.loads(path.read_text().splitlines()[5])
+
+
+def test_the_preset_of_a_run(tmp_path: Path) -> None:
+    """The simulator reads the sizes that a run had."""
+    from megatron_fssdp.integration.recorder import write_preset
+    from megatron_fssdp.simulation.model import read_job
+
+    args = Namespace(
+        world_size=8, num_layers=3, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4,
+        moe_layer_freq=[0, 1, 1], num_experts=8, moe_router_topk=2, seq_length=16, swiglu=True,
+        padded_vocab_size=128, max_position_embeddings=16, normalization="RMSNorm",
+        position_embedding_type="rope", add_bias_linear=False, group_query_attention=False,
+        expert_model_parallel_size=4, expert_tensor_parallel_size=1,
+        micro_batch_size=1, global_batch_size=16, bf16=False, kv_channels=None,
+        recompute_granularity="selective", recompute_modules=["core_attn", "moe"],
+    )  # fmt: skip
+    write_preset(tmp_path, args)
+    job = read_job(str(tmp_path / "model.yaml"))
+    assert job.layout.num_ranks == 8
+    assert job.shape.moe_layers == (2, 3)
+    assert (job.shape.num_experts, job.shape.moe_ffn_size, job.layout.ep) == (8, 48, 4)
+    assert (job.layout.num_microbatches, job.recompute, job.param_bytes) == (2, "moe", 4)

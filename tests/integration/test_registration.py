@@ -54,7 +54,7 @@ def register_with(monkeypatch: pytest.MonkeyPatch, *models: torch.nn.Module) -> 
     monkeypatch.setattr(
         training, "setup_model_and_optimizer", lambda *rest, **options: (list(models), "opt", None)
     )
-    monkeypatch.setattr("megatron.training.get_args", lambda: Namespace(iteration=7))
+    monkeypatch.setattr("megatron.training.get_args", lambda: Namespace(iteration=7, rank=1))
     # There is one process, and no group.
     monkeypatch.setattr(agreement, "make_groups", lambda wanted, purpose: {})
     registration.register()

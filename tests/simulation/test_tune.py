@@ -1,0 +1,139 @@
+"""Tuning finds settings that pay, judges them fairly, or says to leave it off."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from megatron_fssdp.config import FSSDPConfig
+from megatron_fssdp.presets.files import find_file, from_words
+from megatron_fssdp.simulation.cluster import Cluster, load_cluster
+from megatron_fssdp.simulation.generate import Shape, generate
+from megatron_fssdp.simulation.model import Job
+from megatron_fssdp.simulation.traces import Trace
+from megatron_fssdp.simulation.tune import Settings, bootstrap, halves, tune
+from megatron_fssdp.tools.tune import advise, show
+from tests.simulation.cases import make_job
+
+SHAPE = Shape(
+    num_iterations=17, num_layers=2, num_ranks=8, num_experts=8, tokens=4096, topk=2, skew=1.0
+)
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    """Two of Mixtral 8x7B's layers on 8 ranks."""
+    return make_job(
+        8, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, seq_length=4096,
+        max_position_embeddings=4096, micro_batch_size=1, expert_model_parallel_size=8,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Cluster:
+    return replace(load_cluster(find_file("clusters", "h100_dgx")), memory_bytes=None)
+
+
+@pytest.fixture(scope="module")
+def skewed() -> Trace:
+    return generate("zipf", SHAPE)
+
+
+def test_skewed_loads_turn_it_on(job: Job, cluster: Cluster, skewed: Trace) -> None:
+    seen: list[str] = []
+    advice = tune(job, cluster, skewed, progress=seen.append)
+    assert advice.best is not None
+    assert advice.is_worth_it
+    assert 1 < advice.low <= advice.gain <= advice.high
+    # Judged on the second half of the iterations, chosen on the first.
+    ep, best = advice.ep.iteration_s, advice.best.result.iteration_s
+    assert len(ep) == 12
+    assert advice.gain == pytest.approx(ep[6:].mean() / best[6:].mean())
+    chosen = min(each.choice_s() for each in advice.tried if each.fits)
+    assert advice.best.choice_s() <= chosen * 1.002
+    # Every candidate is tried once, and its flags are ours.
+    assert len(seen) == len(set(seen)) == len(advice.tried)
+    for flags in seen:
+        given = from_words(flags.split())
+        names = {flag.removeprefix("--").replace("-", "_") for flag in given}
+        assert names <= set(FSSDPConfig.__dataclass_fields__)
+    said = advise(advice)
+    assert said[0].startswith("Turn it on: expect ")
+    assert said[1].strip() == advice.best.settings.flags
+
+
+def test_even_loads_leave_it_off(job: Job, cluster: Cluster) -> None:
+    advice = tune(job, cluster, generate("even", SHAPE), num_iterations=4)
+    assert not advice.is_worth_it
+    said = advise(advice)
+    assert said[0].startswith("Leave it off")
+    assert "Loads are even" in said[0]
+    assert said[1].strip() == "--moe-parallel ep"
+    assert any("only 4 iterations" in note for note in advice.notes)
+
+
+def test_memory_decides_too(job: Job, cluster: Cluster, skewed: Trace) -> None:
+    """Kept replicas may not fit where re-materialized ones do; and where nothing fits, say so."""
+    free = tune(job, cluster, skewed, num_iterations=2)
+    peaks = {each.settings: each.result.peak_bytes or 0 for each in free.tried}
+    kept, dropped = peaks[Settings()], peaks[Settings(rematerializes=True)]
+    assert dropped < kept
+    tight = replace(cluster, memory_bytes=float(min(peaks.values()) + 1))
+    advice = tune(job, tight, skewed, num_iterations=2)
+    assert advice.best is not None
+    assert advice.best.settings.rematerializes
+    assert not all(each.fits for each in advice.tried)
+    nothing = tune(
+        job, replace(cluster, memory_bytes=float(free.ep.peak_bytes or 0)), skewed, num_iterations=2
+    )
+    assert nothing.best is None
+    assert advise(nothing)[0].startswith("Leave it off: no setting fits in memory")
+    # Not even EP: then memory says nothing about FSSDP.
+    hopeless = tune(job, replace(cluster, memory_bytes=1e9), skewed, num_iterations=2)
+    assert hopeless.best is not None
+    assert any("does not fit in memory either" in note for note in hopeless.notes)
+    console = Console(width=140, file=io.StringIO())
+    show(advice, console)
+    assert "(too much)" in console.file.getvalue()
+
+
+def test_flags_of_settings() -> None:
+    assert Settings().flags == "--moe-parallel fssdp"
+    every = Settings(
+        num_replica_slots=4, rematerializes=True, predictor="last", balance_tolerance=0.05,
+        reshard_interval=0,
+    )  # fmt: skip
+    assert every.flags == (
+        "--moe-parallel fssdp --fssdp-num-replica-slots 4 --fssdp-rematerialize "
+        "--fssdp-predictor last --fssdp-balance-tolerance 0.05 --fssdp-reshard-interval 0"
+    )
+    # The defaults are the flags' own.
+    config = FSSDPConfig()
+    assert Settings().num_replica_slots == config.fssdp_num_replica_slots
+    assert Settings().predictor == config.fssdp_predictor
+    assert Settings().balance_tolerance == config.fssdp_balance_tolerance
+    assert Settings().reshard_interval == config.reshard_interval
+    assert Settings().rematerializes == config.fssdp_rematerialize
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    """Noisy iterations of which neighbours resemble each other; the true gain is 1.5."""
+    rng = np.random.default_rng(0)
+    covered = 0
+    for trial in range(60):
+        noise = rng.standard_normal(201)
+        noise = 0.1 * np.array([noise[i] + noise[i - 1] for i in range(1, 201)])
+        shared = 1 + 0.2 * rng.standard_normal(200)
+        ep = 1.5 * np.exp(noise) * shared
+        fssdp = np.exp(0.1 * rng.standard_normal(200)) * np.exp(0.01) * shared
+        gain, low, high = bootstrap(ep, fssdp, seed=trial)
+        assert low <= gain <= high
+        truth = 1.5 * np.exp(0.01) / np.exp(0.015)
+        covered += low <= truth <= high
+    assert covered >= 50
+    assert bootstrap(np.array([3.0]), np.array([2.0])) == (1.5, 1.5, 1.5)
+    assert halves(np.ones(5)) == 2

@@ -1,0 +1,88 @@
+"""Every command of docs/tutorial.md, in its order, as it stands."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_fssdp.cli import app
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```bash\n(.*?)```", TEXT, re.S)
+
+
+def run(block: str, folder: Path, shell: list[str]) -> str:
+    """Run a block: `fssdp` commands in this process, the rest in one growing script's shell."""
+    if block.startswith("fssdp "):
+        output = ""
+        for line in block.strip().splitlines():
+            result = CliRunner().invoke(app, shlex.split(line)[1:])
+            assert result.exit_code == 0, f"{line}\n{result.output}"
+            output += result.output
+        return output
+    # Variables of earlier blocks stay, their torchrun lines do not run again.
+    settings = [re.sub(r"^torchrun .*$", "", each, flags=re.M) for each in shell]
+    shell.append(block)
+    answer = subprocess.run(
+        ["bash", "-ec", "\n".join([*settings, block])],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env={
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+        },
+    )
+    assert answer.returncode == 0, answer.stdout[-2000:] + answer.stderr[-2000:]
+    return answer.stdout
+
+
+def test_every_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # Tables as wide as a terminal's.
+    monkeypatch.setenv("COLUMNS", "120")
+    (tmp_path / "pretrain_gpt.py").symlink_to(ROOT / "pretrain_gpt.py")
+    shell: list[str] = []
+    doctor, ep, look, simulated, tiny, skewed, fssdp, both = (
+        run(block, tmp_path, shell) for block in BLOCKS
+    )
+    assert "megatron-core" in doctor
+    assert "lm loss" in ep
+    assert "12 iterations (0 to 11), 2 MoE layers, 2 source ranks, 8 experts" in look
+    assert "wrote runs/ep/report.html" in look
+    assert "LAER" in simulated
+    assert "Leave it off" in tiny
+    assert "--moe-parallel ep" in tiny
+    assert "Turn it on: expect 1." in skewed or "Turn it on: expect 2." in skewed
+    assert re.search(r"fssdp iteration +12 \| fullest rank / mean tokens", fssdp)
+    assert "wrote runs/report.html" in both
+    assert ">measured<" in (tmp_path / "runs/report.html").read_text()
+
+    def losses(output: str) -> list[float]:
+        return [float(each) for each in re.findall(r"lm loss: (\S+)", output)]
+
+    assert losses(fssdp) == pytest.approx(losses(ep), rel=1e-5)
+    lines = (tmp_path / "runs/fssdp/iterations-stage0.jsonl").read_text().splitlines()
+    names = json.loads(lines[-1])
+    for name in re.findall(r"`([a-z]+-[a-z-]+)`", TEXT[TEXT.index("## 7.") :]):
+        assert name in names
+
+
+def test_what_it_names_exists() -> None:
+    for path in re.findall(r"`((?:megatron_fssdp|tests)/[\w/]+\.py)`", TEXT):
+        assert (ROOT / path).exists(), path
+    for path in re.findall(r"`(configs/\w+)`", TEXT):
+        assert (ROOT / path).is_dir(), path
