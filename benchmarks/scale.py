@@ -170,7 +170,7 @@ def draw(rows: list[Row], path: Path) -> None:
             x = [row["fullest"] for row in by_skew]
             below.plot(x, [row[name] for row in by_skew], color=color, marker=marker, label=label)
         unit = "racks of 64 GB200" if sweep.cluster == "gb200_nvl72" else "nodes of 8 H100"
-        axes[0, column].set(xscale="log", xlabel=unit, title=sweep.model)
+        axes[0, column].set(xscale="log", xlabel=unit, title=read_preset(sweep.model).title)
         axes[0, column].set_xticks(sweep.nodes, [str(nodes) for nodes in sweep.nodes])
         axes[0, column].minorticks_off()
         axes[1, column].set(
@@ -181,7 +181,7 @@ def draw(rows: list[Row], path: Path) -> None:
             axis.grid(alpha=0.3)
     for row in range(2):
         axes[row, 0].set_ylabel("iteration of EP / of the system")
-    axes[0, 0].legend(frameon=False)
+    axes[0, -1].legend(frameon=False, loc="lower left")
     figure.suptitle(f"Simulated, not run: speed-up over EP (above: Zipf {EXPONENT} loads)")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
