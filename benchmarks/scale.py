@@ -173,9 +173,7 @@ def draw(rows: list[Row], path: Path) -> None:
         axes[0, column].set(xscale="log", xlabel=unit, title=read_preset(sweep.model).title)
         axes[0, column].set_xticks(sweep.nodes, [str(nodes) for nodes in sweep.nodes])
         axes[0, column].minorticks_off()
-        axes[1, column].set(
-            xlabel=f"fullest rank / mean tokens under EP, {sweep.skew_nodes} {unit}"
-        )
+        axes[1, column].set(xlabel=f"fullest rank / mean under EP, on {sweep.skew_nodes}")
         for axis in axes[:, column]:
             axis.axhline(1.0, color="gray", linewidth=0.8)
             axis.grid(alpha=0.3)
