@@ -26,6 +26,8 @@ class Repeated:
         self.counts_LRE = np.array(counts_LRE)
         self.num_layers, self.num_ranks, self.num_experts = self.counts_LRE.shape
         self.num_iterations = num_iterations
+        self.iterations = tuple(range(100, 100 + num_iterations))
+        self.notes = ("a note of the trace",)
 
     def counts(self, iteration: int):
         return self.counts_LRE
@@ -146,6 +148,22 @@ def test_moves_take_their_time_once() -> None:
     assert (system.parts_s["moves"] > 0).tolist() == moved.tolist()
 
 
+@pytest.mark.parametrize("name", ["fssdp", "hecate"])
+def test_owners_change_within_their_stage_and_only_where_that_pays(name) -> None:
+    job = make_job(8, num_layers=4, pipeline_model_parallel_size=2, global_batch_size=32)
+    trace = ZipfTrace(1.0, 8, 4, 4, 12, tokens=512, seed=3)
+    moved = {}
+    # A move's bytes are those of tokens that many iterations save: not those of one.
+    for interval in (1, 6):
+        options = Options(num_replica_slots=0, reshard_interval=interval)
+        result = simulate(job, make_cluster(), trace, (name,), options=options)
+        moved[interval] = np.flatnonzero(result.system(name).moved_I).tolist()
+    # 5 iterations of warm-up: the run's iteration 6 is the second that counts.
+    assert moved[6] == [1]
+    # Hecate moves whenever algorithm 2 answers otherwise.
+    assert len(moved[1]) == 0 if name == "fssdp" else len(moved[1]) > 3
+
+
 def test_groups_may_have_loads_of_their_own() -> None:
     job = make_job(8)
     own = simulate(job, make_cluster(), zipf(num_ranks=8), ("ep",), num_iterations=2)
@@ -174,6 +192,15 @@ def test_wrong_requests_are_refused() -> None:
         simulate(make_job(), make_cluster(), BALANCED, ("nonsense",))
     with pytest.raises(ValueError, match="the trace has 8"):
         simulate(make_job(), make_cluster(), BALANCED, ("ep",), num_iterations=9)
+    with pytest.raises(ValueError, match="those that count are 105 to 107"):
+        simulate(make_job(), make_cluster(), BALANCED, ("ep",), timelines=(5,))
+
+
+def test_a_traces_numbers_and_notes_are_kept() -> None:
+    result = simulate(make_job(), make_cluster(), BALANCED, ("ep",), timelines=(106,))
+    assert result.iterations.tolist() == [105, 106, 107]
+    assert "a note of the trace" in result.notes
+    assert list(result.system("ep").timelines) == [106]
 
 
 def test_adapters_are_shared() -> None:
@@ -219,6 +246,20 @@ def test_timeline_of_an_iteration_is_whole() -> None:
         assert end <= system.iteration_s[1] + 1e-12
     names = {event.name for event in result.system("fssdp").timelines[6]}
     assert {"attention", "gate", "spAG", "dispatch", "experts", "combine", "spRS"} <= names
+
+
+def test_timeline_of_many_ranks_and_micro_batches_is_short() -> None:
+    job = make_job(32, global_batch_size=32 * 2 * 50, expert_model_parallel_size=8)
+    result = simulate(
+        job, make_cluster(), zipf(num_ranks=8), ("ep",), num_iterations=1, timelines=(5,)
+    )
+    events = result.system("ep").timelines[5]
+    assert {event.micro_batch for event in events} == {0, 1, 2, 3, 46, 47, 48, 49, None}
+    experts = [event for event in events if event.name == "experts" and event.micro_batch == 0]
+    # The fullest and the emptiest of the first group's 8 ranks.
+    assert len({event.rank for event in experts}) == 2
+    ends = [event.start_s + event.duration_s for event in events]
+    assert max(ends) == pytest.approx(result.system("ep").iteration_s[0], rel=0.05)
 
 
 def test_chrome_trace_has_the_format_that_perfetto_reads() -> None:
