@@ -1,7 +1,7 @@
 # Every target sets up .venv first (scripts/setup_venv.sh does nothing when it is up to date).
 PY := .venv/bin/python
 
-.PHONY: setup train test lint bench bench-planner clean
+.PHONY: setup train test lint bench bench-planner reproduce scale clean
 
 setup:
 	@scripts/setup_venv.sh
@@ -24,6 +24,14 @@ bench: setup
 	@$(PY) benchmarks/copies.py
 	@$(PY) benchmarks/resharding.py
 	@$(PY) benchmarks/recording.py
+	@$(PY) benchmarks/fidelity.py
+	@$(PY) benchmarks/simulator_time.py
+
+reproduce: setup
+	@$(PY) benchmarks/reproduce.py
+
+scale: setup
+	@$(PY) benchmarks/scale.py
 
 bench-planner: setup
 	@$(PY) benchmarks/planner.py

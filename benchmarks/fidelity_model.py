@@ -19,7 +19,7 @@ TOKENS = SEQUENCE * BATCH
 LARGE_BYTES = 1 << 22  # about what a rank sends in an exchange
 ROWS = (1, 64, 256, 512, 1024, 2048)
 
-FLAGS = {
+FLAGS: dict[str, Any] = {
     "--num-layers": LAYERS,
     "--hidden-size": HIDDEN,
     "--ffn-hidden-size": FFN,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megatron_fssdp.planning.cost import ComputeRate
 from megatron_fssdp.planning.topology import NETWORK, LinkClass, read_cluster, read_topology
-from megatron_fssdp.tools.calibrate import calibrate
+from megatron_fssdp.simulation.cluster import load_cluster
+from megatron_fssdp.tools.calibrate import _targets, calibrate
 from tests.ranks import run_ranks
 
 SIZES = {"hidden_size": 32, "ffn_size": 16, "rows": (1, 8), "large_bytes": 1 << 16}
@@ -25,6 +26,16 @@ def test_two_ranks_measure_their_link(tmp_path):
     rate = ComputeRate.from_mapping(values["compute"])
     assert [rows for rows, _ in rate.rate_by_rows] == [1, 8]
     assert rate.flops_per_s == max(rate for _, rate in rate.rate_by_rows)
+    # What the simulator reads besides.
+    cluster = load_cluster(tmp_path / "cluster.yaml")
+    assert (cluster.ranks_per_node, cluster.has_fused_attention) == (2, False)
+    assert 0 < cluster.memory_bytes_per_s < 1e13
+
+
+def test_ranks_send_to_all_of_their_node_and_to_their_like_in_the_next():
+    hosts = ["a", "a", "b", "b", "b"]
+    assert _targets(hosts, "intra_node") == [[1], [0], [3, 4], [2, 4], [2, 3]]
+    assert _targets(hosts, "inter_node") == [[2], [3], [0], [1], []]
 
 
 def test_one_process_asks_for_a_local_link(tmp_path, monkeypatch):

@@ -146,6 +146,22 @@ def test_moves_take_their_time_once() -> None:
     assert (system.parts_s["moves"] > 0).tolist() == moved.tolist()
 
 
+@pytest.mark.parametrize("name", ["fssdp", "hecate"])
+def test_owners_change_within_their_stage_and_only_where_that_pays(name) -> None:
+    job = make_job(8, num_layers=4, pipeline_model_parallel_size=2, global_batch_size=32)
+    trace = ZipfTrace(1.0, 8, 4, 4, 12, tokens=512, seed=3)
+    moved = {}
+    # A move's bytes are those of tokens that many iterations save: not those of one.
+    for interval in (1, 6):
+        options = Options(num_replica_slots=0, reshard_interval=interval)
+        result = simulate(job, make_cluster(), trace, (name,), options=options)
+        moved[interval] = np.flatnonzero(result.system(name).moved_I).tolist()
+    # 5 iterations of warm-up: the run's iteration 6 is the second that counts.
+    assert moved[6] == [1]
+    # Hecate moves whenever algorithm 2 answers otherwise.
+    assert len(moved[1]) == 0 if name == "fssdp" else len(moved[1]) > 3
+
+
 def test_groups_may_have_loads_of_their_own() -> None:
     job = make_job(8)
     own = simulate(job, make_cluster(), zipf(num_ranks=8), ("ep",), num_iterations=2)

@@ -98,6 +98,9 @@ class System:
         self.rate: ComputeRate = costs.cluster.rate
         self.num_ranks = layout.ep
         self.owner_LE = shard_evenly(len(shape.moe_layers), shape.num_experts, layout.ep)
+        # Experts never leave their pipeline stage: (stages,) slices of the MoE layers.
+        ends = np.cumsum([len(costs.moe_layers_of(stage)) for stage in range(layout.pp)]).tolist()
+        self.stages = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False) if a < b]
         self.iteration = 0
         self.set_up()
 
@@ -171,16 +174,18 @@ class System:
     ) -> tuple[int, float]:
         """Return how many instances are new, and the seconds their state takes from their owners.
 
-        Parameters and optimizer state, all at once, on the critical path.
+        Parameters and optimizer state, all at once, on the critical path; stages side by side.
         """
-        bytes_RR = np.zeros((self.num_ranks, self.num_ranks))
-        num = 0
-        for before, after in zip(old, new, strict=True):
-            had, has = _holds(before), _holds(after)
-            expert, rank = np.nonzero(has & ~had)
-            np.add.at(bytes_RR, (before.owner_E[expert], rank), self.costs.state_bytes)
-            num += len(expert)
-        return num, self.costs.network.exchange_s(bytes_RR) if num else 0.0
+        num, slowest_s = 0, 0.0
+        for stage in self.stages:
+            bytes_RR = np.zeros((self.num_ranks, self.num_ranks))
+            for before, after in zip(old[stage], new[stage], strict=True):
+                had, has = _holds(before), _holds(after)
+                expert, rank = np.nonzero(has & ~had)
+                np.add.at(bytes_RR, (before.owner_E[expert], rank), self.costs.state_bytes)
+                num += len(expert)
+            slowest_s = max(slowest_s, self.costs.network.exchange_s(bytes_RR))
+        return num, slowest_s
 
 
 def _holds(plan: LayerPlan) -> npt.NDArray[np.bool_]:

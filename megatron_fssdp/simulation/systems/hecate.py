@@ -35,7 +35,10 @@ class Hecate(System):
     def set_up(self) -> None:
         """Work out t: experts that can be sent within a layer's non-MoE time (section 4.2)."""
         self.predictors = [SlidingMean(5) for _ in range(self.num_groups)]
-        self.homes = Homes.even(len(self.owner_LE), self.owner_LE.shape[1], self.num_ranks)
+        self.homes = [
+            Homes.even(stage.stop - stage.start, self.owner_LE.shape[1], self.num_ranks)
+            for stage in self.stages
+        ]
         first = self.costs.job.shape.moe_layers[0]
         # A broadcast enters a node once, so all adapters that a node's ranks share serve it.
         sharing = np.bincount(self.topology.node_R).min()
@@ -59,12 +62,15 @@ class Hecate(System):
             return 0, 0.0
         loads = [predictor.predict() for predictor in self.predictors]
         load_LE = np.sum([load for load in loads if load is not None], axis=0)
-        new_LE = shard_by_load(load_LE, self.owner_LE, self.topology, self.degree)
-        self.homes, rounds = plan_moves(self.homes, new_LE)
-        self.owner_LE = new_LE
-        if not rounds:
-            return 0, 0.0
-        return sum(map(len, rounds)), moves_s(rounds, self.topology, self.costs.state_bytes)
+        moved, slowest_s = 0, 0.0
+        for index, stage in enumerate(self.stages):
+            new_LE = shard_by_load(load_LE[stage], self.owner_LE[stage], self.topology, self.degree)
+            self.homes[index], rounds = plan_moves(self.homes[index], new_LE)
+            moved += sum(map(len, rounds))
+            move_s = moves_s(rounds, self.topology, self.costs.state_bytes)
+            slowest_s = max(slowest_s, move_s)
+        self.owner_LE = np.concatenate([homes.owner_LE for homes in self.homes])
+        return moved, slowest_s
 
     def place(self, group: int, counts_LRE: Int64Array) -> list[Placed]:
         """Run algorithm 1 on the prediction; a token stays where its expert is."""

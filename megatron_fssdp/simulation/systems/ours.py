@@ -46,7 +46,10 @@ class Fssdp(System):
         )
         make = PREDICTORS[self.options.predictor]
         self.predictors: list[Predictor] = [make() for _ in range(self.num_groups)]
-        self.homes = Homes.even(len(self.owner_LE), self.owner_LE.shape[1], self.num_ranks)
+        self.homes = [
+            Homes.even(stage.stop - stage.start, self.owner_LE.shape[1], self.num_ranks)
+            for stage in self.stages
+        ]
 
     @property
     def traits(self) -> Traits:
@@ -59,24 +62,26 @@ class Fssdp(System):
         if not interval or not self.iteration or self.iteration % interval:
             return 0, 0.0
         load_LE = self._total_load()
-        new_LE = shard_for_replicas(load_LE, self.owner_LE, self.num_ranks)
-        homes, rounds = plan_moves(self.homes, new_LE)
+        looks = [
+            self._look(index, load_LE[stage], self.owner_LE[stage])
+            for index, stage in enumerate(self.stages)
+        ]
+        self.owner_LE = np.concatenate([homes.owner_LE for homes in self.homes])
+        return sum(moved for moved, _ in looks), max(move_s for _, move_s in looks)
+
+    def _look(self, index: int, load_LE: Int64Array, owner_LE: Int64Array) -> tuple[int, float]:
+        """Move a stage's experts if that pays; return how many, and the seconds."""
+        new_LE = shard_for_replicas(load_LE, owner_LE, self.num_ranks)
+        homes, rounds = plan_moves(self.homes[index], new_LE)
         if not rounds:
             return 0, 0.0
         saved_s = saved_by_owners(
-            load_LE,
-            self.owner_LE,
-            new_LE,
-            self.topology,
-            self.settings,
-            self.shape,
-            self.rate,
+            load_LE, owner_LE, new_LE, self.topology, self.settings, self.shape, self.rate
         )
         move_s = moves_s(rounds, self.topology, self.costs.state_bytes)
-        micro = self.costs.job.layout.num_microbatches
-        if saved_s * micro * interval <= move_s:
+        if saved_s * self.options.reshard_interval <= move_s:
             return 0, 0.0
-        self.homes, self.owner_LE = homes, new_LE
+        self.homes[index] = homes
         return sum(map(len, rounds)), move_s
 
     def place(self, group: int, counts_LRE: Int64Array) -> list[Placed]:
