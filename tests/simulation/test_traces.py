@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fssdp.simulation.importers import deal
@@ -56,6 +56,7 @@ def test_documented_lines_read_a_frame(recorded: Path) -> None:
     assert (values.reshape(3, -1)[:, :32].reshape(3, 4, 8) == COUNTS[0]).all()
 
 
+@settings(max_examples=40, deadline=None)
 @given(place=st.floats(0, 1, exclude_max=True), is_cut=st.booleans())
 def test_torn_and_damaged_files_give_what_is_whole(
     tmp_path_factory: pytest.TempPathFactory, place: float, is_cut: bool
