@@ -25,6 +25,7 @@ an iteration that a resumed run repeated they take the last.
 from __future__ import annotations
 
 import json
+import mmap
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -195,7 +196,10 @@ class TraceWriter:
 
 def _index(path: Path, reads_all: bool = True) -> tuple[dict[int, tuple[int, int]], list[str]]:
     """Find the whole frames of a file, and say what is none; `reads_all`: by their checksums."""
-    data = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else b""
+    if not path.stat().st_size:
+        return {}, []
+    with path.open("rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     view = memoryview(data)
     frames: dict[int, tuple[int, int]] = {}
     position = num_skipped = 0
@@ -211,11 +215,11 @@ def _index(path: Path, reads_all: bool = True) -> tuple[dict[int, tuple[int, int
             frames[iteration] = (start, end - start)
             position = end
             continue
-        num_skipped += 1
-        following = bytes(view[position + 1 :]).find(MAGIC)
+        following = data.find(MAGIC, position + 1)
         if following < 0:
-            return frames, [f"{path.name}: its last record is torn and was left out"]
-        position += 1 + following
+            break
+        num_skipped += 1
+        position = following
     notes = []
     if num_skipped:
         notes.append(f"{path.name}: {num_skipped} damaged records were left out")
