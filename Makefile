@@ -26,6 +26,7 @@ bench: setup
 	@$(PY) benchmarks/recording.py
 	@$(PY) benchmarks/fidelity.py
 	@$(PY) benchmarks/simulator_time.py
+	@$(PY) benchmarks/recording.py
 
 reproduce: setup
 	@$(PY) benchmarks/reproduce.py

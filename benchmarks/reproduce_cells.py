@@ -7,7 +7,6 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, replace
 
-from megatron_fssdp.planning.cost import break_even_tokens
 from megatron_fssdp.planning.planner import PlanSettings
 from megatron_fssdp.presets.files import find_file
 from megatron_fssdp.simulation.cluster import load_cluster
@@ -17,13 +16,15 @@ from megatron_fssdp.simulation.result import Result, SystemResult
 from megatron_fssdp.simulation.simulate import WARM_UP, simulate
 from megatron_fssdp.simulation.spread import ZipfTrace
 from megatron_fssdp.simulation.systems import Options
+from megatron_fssdp.simulation.systems.hecate import Hecate
 
 # One setting for all cells. The paper reports neither data nor loads, only that EP is "up to
 # 5.18x" slower at its worst imbalance: with this exponent the worst layer of any iteration has a
 # fullest rank of about 5 times the mean, on 32 ranks that own 2 of 64 experts each.
 EXPONENT = 0.7
 SEED = 0
-# Nor micro-batches: 8192 tokens of a GPU, one micro-batch an iteration (ours).
+# Nor micro-batches: one an iteration, of as many tokens (in powers of two) as EP can train in the
+# 32 GB of cluster A's V100 in all cells.
 TOKENS = 8192
 # The paper: replicas make a GPU's expert parameters 5.73 times as many. With 2 experts of its own
 # that is 9 more. Ours has the 2 slots that its flag has by default.
@@ -36,8 +37,8 @@ ITERATIONS = 50
 MODELS = ("gpt_moe_s", "gpt_moe_l", "bert_moe", "bert_moe_deep")
 BASELINES = ("fastermoe", "smartmoe", "flexmoe")
 PUBLISHED = ("hecate", "hecate-rm")
-# Ours: spare replicas only where they keep enough tokens on their node to pay for their bytes
-# (`cost.break_even_tokens`), and with the settings of the flags' defaults.
+# Ours: no spare replicas, as on links so slow their bytes do not hide; the flags' defaults, which
+# fill all slots of a layer that needs any, stand beside it.
 OURS, OURS_RM, OURS_DEFAULT = "fssdp", "fssdp-rm", "fssdp, defaults"
 SYSTEMS = ("ep", *BASELINES, *PUBLISHED, OURS, OURS_RM, OURS_DEFAULT)
 
@@ -112,12 +113,17 @@ def run_cell(cell: Cell, num_iterations: int = ITERATIONS) -> Result:
             trace_name=f"zipf {EXPONENT}",
         )
 
-    pays = PlanSettings(spare_tokens=break_even_tokens(Costs(job, cluster).shape))
     theirs = run(("ep", *BASELINES, *PUBLISHED), SLOTS, PlanSettings())
-    ours = run((OURS, OURS_RM), OUR_SLOTS, pays).systems
+    ours = run((OURS, OURS_RM), OUR_SLOTS, PlanSettings(spare_tokens=None)).systems
     default = run((OURS,), OUR_SLOTS, PlanSettings()).systems[0]
     default = replace(default, name=OURS_DEFAULT, title="FSSDP, flags' defaults")
     return replace(theirs, systems=(*theirs.systems, *ours, default))
+
+
+def overlap_degree(cell: Cell) -> int:
+    """Return the paper's t, as Hecate finds it in a cell."""
+    cluster = load_cluster(find_file("clusters", CLUSTERS[cell.cluster]))
+    return Hecate(Costs(cell.job(), cluster), Options(num_replica_slots=SLOTS)).degree
 
 
 def part(system: SystemResult, *names: str) -> float:
@@ -146,6 +152,6 @@ def describe_setting() -> str:
     return (
         f"Loads: Zipf {EXPONENT} in each layer in another order, drifting slowly, seed {SEED}; "
         f"{TOKENS} tokens of a GPU in one micro-batch an iteration; {SLOTS} replica slots "
-        f"({OUR_SLOTS} for ours); owners and placements looked at every {INTERVAL} "
-        "iterations; bf16, distributed optimizer. The same in all cells; none is tuned."
+        f"({OUR_SLOTS} and no spare replicas for ours); owners and placements looked at every "
+        f"{INTERVAL} iterations; bf16, distributed optimizer. The same in all cells; none is tuned."
     )

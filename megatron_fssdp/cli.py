@@ -104,6 +104,7 @@ def simulate(
     chrome_trace: Annotated[
         Path | None, typer.Option(help="Write the iteration's events for ui.perfetto.dev.")
     ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with figures.")] = None,
 ) -> None:
     """Simulate a job under several systems: time, memory, balance, traffic. Needs no GPU."""
     from rich.console import Console
@@ -111,7 +112,7 @@ def simulate(
     from megatron_fssdp.simulation.systems import Options
     from megatron_fssdp.tools import simulate as tool
 
-    try:
+    with _user_errors("simulate"):
         request = tool.Request(
             model=model,
             cluster=cluster,
@@ -122,14 +123,11 @@ def simulate(
             global_batch=global_batch,
             options=Options(num_replica_slots=slots),
             timeline=timeline,
-            keeps_events=json is not None or chrome_trace is not None,
+            keeps_events=any((json, chrome_trace, html)),
         )
         result = tool.run(request, Console())
-    except ValueError as error:
-        typer.echo(f"fssdp simulate: {error}", err=True)
-        raise typer.Exit(code=2) from None
-    for path in tool.write_files(result, json, chrome_trace):
-        typer.echo(f"wrote {path}")
+        for path in tool.write_files(result, json, chrome_trace, html):
+            typer.echo(f"wrote {path}")
 
 
 trace_app = typer.Typer(help="Look at, import and make traces of expert loads.")

@@ -18,6 +18,8 @@ from megatron_fssdp.simulation.result import Phase, Result, TimelineEvent
 
 # Worlds up to this size are shown whole; of larger ones, each stage's fullest and emptiest rank.
 MOST_RANKS = 16
+# Of more micro-batches than this the first and the last are shown, half of it each.
+MOST_MICRO_BATCHES = 8
 STREAMS = ("compute", "tokens", "copies", "reduction")
 
 
@@ -42,7 +44,7 @@ def build_timeline(
             number: first_layer + index for index, number in enumerate(costs.moe_layers_of(stage))
         }
         first_layer += len(costs.moe_layers_of(stage))
-        for index in range(micro):
+        for index in _shown_micro_batches(micro):
             begin = move_s + float(scheduled.forward_SMK[stage, index, 0])
             kind = FIRST if index == 0 else MIDDLE
             events += _pass_events(passes, kind, begin, index, ranks, places)
@@ -67,6 +69,11 @@ def _shown(costs: Costs, stage: int, passes: Passes) -> list[tuple[int, int]]:
                     busy_R += span.duration_R if span.name == "experts" else 0.0
         positions = sorted({int(busy_R.argmax()), int(busy_R.argmin())})
     return [(first + position * layout.etp, position) for position in positions]
+
+
+def _shown_micro_batches(number: int) -> list[int]:
+    ends = MOST_MICRO_BATCHES // 2
+    return [at for at in range(number) if at < ends or at >= max(number - ends, ends)]
 
 
 def _pass_events(

@@ -15,6 +15,7 @@ from rich.table import Table
 from megatron_fssdp.presets.files import find_file
 from megatron_fssdp.simulation.cluster import Cluster, load_cluster
 from megatron_fssdp.simulation.model import Job, read_job
+from megatron_fssdp.simulation.report import write_report
 from megatron_fssdp.simulation.result import Result, SystemResult, write_result
 from megatron_fssdp.simulation.simulate import WARM_UP, simulate
 from megatron_fssdp.simulation.spread import Trace, ZipfTrace
@@ -183,7 +184,10 @@ def _ms(seconds: float) -> str:
 
 
 def write_files(
-    result: Result, json_path: Path | None = None, chrome_path: Path | None = None
+    result: Result,
+    json_path: Path | None = None,
+    chrome_path: Path | None = None,
+    html_path: Path | None = None,
 ) -> list[Path]:
     """Write what was asked for; return the files."""
     written = []
@@ -193,6 +197,9 @@ def write_files(
     if chrome_path is not None:
         chrome_path.write_text(chrome_trace(result), encoding="utf-8")
         written.append(chrome_path)
+    if html_path is not None:
+        write_report(result, html_path)
+        written.append(html_path)
     return written
 
 

@@ -237,6 +237,20 @@ def test_timeline_of_an_iteration_is_whole() -> None:
     assert {"attention", "gate", "spAG", "dispatch", "experts", "combine", "spRS"} <= names
 
 
+def test_timeline_of_many_ranks_and_micro_batches_is_short() -> None:
+    job = make_job(32, global_batch_size=32 * 2 * 50, expert_model_parallel_size=8)
+    result = simulate(
+        job, make_cluster(), zipf(num_ranks=8), ("ep",), num_iterations=1, timelines=(5,)
+    )
+    events = result.system("ep").timelines[5]
+    assert {event.micro_batch for event in events} == {0, 1, 2, 3, 46, 47, 48, 49, None}
+    experts = [event for event in events if event.name == "experts" and event.micro_batch == 0]
+    # The fullest and the emptiest of the first group's 8 ranks.
+    assert len({event.rank for event in experts}) == 2
+    ends = [event.start_s + event.duration_s for event in events]
+    assert max(ends) == pytest.approx(result.system("ep").iteration_s[0], rel=0.05)
+
+
 def test_chrome_trace_has_the_format_that_perfetto_reads() -> None:
     result = simulate(
         make_job(), make_cluster(), zipf(), ("fssdp",), num_iterations=1, timelines=(5,)

@@ -21,7 +21,7 @@ def run(words: str, code: int = 0) -> str:
 
 
 def test_table_and_files(tmp_path) -> None:
-    files = f"--json {tmp_path}/r.json --chrome-trace {tmp_path}/c.json"
+    files = f"--json {tmp_path}/r.json --chrome-trace {tmp_path}/c.json --html {tmp_path}/r.html"
     output = run(f"{COMMAND} --trace zipf:0.8 --systems ep,fssdp --iterations 2 {files}")
     assert "Simulated: gpt_moe_s on 1 x a100_hgx, 2 iterations of zipf:0.8" in output
     assert "FSSDP (this project)" in output
@@ -30,6 +30,7 @@ def test_table_and_files(tmp_path) -> None:
     assert f"{result.speed_up('fssdp'):.2f}" in output
     assert result.iterations.tolist() == [5, 6]
     assert list(result.system("ep").timelines) == [5]
+    assert "<html" in (tmp_path / "r.html").read_text()
     assert json.loads((tmp_path / "c.json").read_text())["otherData"]["source"] == "simulated"
 
 
