@@ -32,6 +32,7 @@ bench: setup
 	@$(PY) benchmarks/copies.py
 	@$(PY) benchmarks/etp.py
 	@$(PY) benchmarks/resharding.py
+	@$(PY) benchmarks/recording.py
 	@$(PY) benchmarks/fidelity.py
 	@$(PY) benchmarks/simulator_time.py
 	@$(PY) benchmarks/recording.py

@@ -122,7 +122,7 @@ def write_preset(folder: Path, args: Namespace) -> None:
 
     flags: dict[str, Any] = {}
     for name in PRESET_ARGUMENTS:
-        value = getattr(args, name, None)
+        value: Any = getattr(args, name, None)
         if value is None or value is False:
             continue
         if name == "moe_layer_freq":

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_fssdp.simulation.report import render_report, write_report
 from megatron_fssdp.simulation.report.figures import heat_maps
-from megatron_fssdp.simulation.report.timeline import MOST_SHAPES, timeline
+from megatron_fssdp.simulation.report.timeline import MOST_SHAPES, close_up, timeline
 from megatron_fssdp.simulation.report.words import gigabytes, seconds, summary
 from tests import chromium
 from tests.simulation.results import make_events, make_result
@@ -61,10 +61,10 @@ def test_the_page_is_whole_and_alone(page: Path) -> None:
     ids = re.findall(r'\sid="([^"]+)"', text)
     assert len(ids) == len(set(ids))
     labels = re.findall(r'<svg[^>]*role="img" aria-label="([^"]+)"', text)
-    # Time, memory, stragglers, heat maps, two timelines and a close-up; wide and narrow.
-    assert len(labels) == 14
+    # Time, memory, stragglers, heat maps, two timelines and close-ups; wide and narrow.
+    assert len(labels) == 16
     assert any("up to 2.11" in label for label in labels)
-    assert text.count("As a table") == 7
+    assert text.count("As a table") == 8
     # Figures take the page's colors.
     assert "#010203" not in text
     assert "currentColor" in text
@@ -94,6 +94,29 @@ def test_sizes_of_a_large_job_stay_bounded() -> None:
         assert len(picture.wide) < 600_000
 
 
+def test_a_timeline_shows_ranks_of_one_stage() -> None:
+    """The fullest rank, and the others of its pipeline stage: layers of theirs in the close-up."""
+    first = make_events(3, 4)
+    second = tuple(
+        replace(event, rank=event.rank + 3, layer=event.layer + 4, start_s=event.start_s + 1)
+        for event in make_events(2, 4)
+        if event.layer is not None
+    )
+    # On the second stage rank 4 is the fullest of all.
+    second = tuple(
+        replace(event, duration_s=0.04) if (event.rank, event.name) == (4, "experts") else event
+        for event in second
+    )
+    system = replace(make_result().systems[0], timelines={0: first + second})
+    whole, near = timeline(system), close_up(system)
+    assert whole is not None
+    assert near is not None
+    assert whole.table[0] == near.table[0] == ("milliseconds", "rank 4", "rank 3")
+    assert near.title == "Close-up: MoE layers 6 and 7, forward, ep"
+    experts = next(row for row in near.table if row[0] == "experts")
+    assert experts == ("experts", "80.00", "20.00")
+
+
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(RuntimeError, match=r"needs jinja2: pip install 'megatron-fssdp\[report\]'"):
@@ -118,7 +141,7 @@ def test_in_a_browser(page: Path) -> None:
                 "[...document.querySelectorAll('figure svg')].map(s => s.getBoundingClientRect())"
                 ".filter(r => r.width > 0).map(r => [r.left, r.right, r.height])"
             )
-            assert len(drawn) == 7
+            assert len(drawn) == 8
             for left, right, height in drawn:
                 assert 0 <= left < right <= width
                 assert height > 100
