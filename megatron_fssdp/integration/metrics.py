@@ -116,11 +116,12 @@ def watch_routers(model: Iterable[torch.nn.Module], runtime: FSSDPRuntime) -> No
     for chunk in model:
         for layer in chunk.modules():
             if isinstance(layer, MoELayer):
-                name = f"MoE layer {layer.layer_number}"
                 groups = layer.ep_group, layer.token_dispatcher.tp_ep_group
-                index = runtime.add_layer(layer.config.num_moe_experts, *groups, None, name)
+                index = runtime.add_layer(layer.config.num_moe_experts, *groups, None)
                 if layer.layer_number is not None:
-                    runtime.number_layer(index, layer.layer_number)
+                    # MTP counts its layers from 1 again; Megatron's logs count them on.
+                    before = layer.config.num_layers if layer.is_mtp_layer else 0
+                    runtime.number_layer(index, before + layer.layer_number)
                 layer.router.register_forward_hook(_counting(runtime, index, *groups))
 
 
