@@ -18,8 +18,9 @@ from tests.integration.tiny import Job
 from tests.te_stub import jobs
 from tests.te_stub.jobs import LayerJob, LayerRun
 
-# Of the largest element of a gradient: a replica's share is summed at its owner, in another order.
-TOLERANCE = 1e-6
+# Of the largest element of a gradient: a replica's share is summed at its owner, in another order,
+# and what differs then passes through three steps.
+TOLERANCE = 3e-6
 # What is left when the tokens' shares cancel carries the rounding of terms many times its size.
 CANCELLING = {"router.bias": 10, "router.weight": 10}
 
