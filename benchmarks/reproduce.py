@@ -146,8 +146,8 @@ REASONS = {
         "1.26 to 1.70 times as fast in this model"
     ),
     "all-to-all": (
-        "12.3 means that hardly a token leaves its GPU; t experts on every GPU keep only their own "
-        "tokens there, a third to a half of all under these loads"
+        "12.3 means that hardly a token leaves its GPU; t experts on every GPU keep no others' "
+        "tokens there"
     ),
     "re-materialized: % slower": (
         "t experts hide under the attention in both directions, by definition of t; what the paper "

@@ -170,18 +170,16 @@ def draw(rows: list[Row], path: Path) -> None:
             x = [row["fullest"] for row in by_skew]
             below.plot(x, [row[name] for row in by_skew], color=color, marker=marker, label=label)
         unit = "racks of 64 GB200" if sweep.cluster == "gb200_nvl72" else "nodes of 8 H100"
-        axes[0, column].set(xscale="log", xlabel=unit, title=sweep.model)
+        axes[0, column].set(xscale="log", xlabel=unit, title=read_preset(sweep.model).title)
         axes[0, column].set_xticks(sweep.nodes, [str(nodes) for nodes in sweep.nodes])
         axes[0, column].minorticks_off()
-        axes[1, column].set(
-            xlabel=f"fullest rank / mean tokens under EP, {sweep.skew_nodes} {unit}"
-        )
+        axes[1, column].set(xlabel=f"fullest rank / mean under EP, on {sweep.skew_nodes}")
         for axis in axes[:, column]:
             axis.axhline(1.0, color="gray", linewidth=0.8)
             axis.grid(alpha=0.3)
     for row in range(2):
         axes[row, 0].set_ylabel("iteration of EP / of the system")
-    axes[0, 0].legend(frameon=False)
+    axes[0, -1].legend(frameon=False, loc="lower left")
     figure.suptitle(f"Simulated, not run: speed-up over EP (above: Zipf {EXPONENT} loads)")
     figure.tight_layout()
     figure.savefig(path, dpi=110)

@@ -92,12 +92,18 @@ def simulate(
         _Run(SYSTEMS[name](costs, options, spread.num_groups), costs, number, set(timelines))
         for name in systems
     ]
-    owners = _Owners(costs, number)
+    owners, numbers = _Owners(costs, number), trace.iterations
+    missing = set(timelines) - set(numbers[warm_up : warm_up + number])
+    if missing:
+        raise ValueError(
+            f"no events can be kept of iterations {sorted(missing)}: those that count are "
+            f"{numbers[warm_up]} to {numbers[warm_up + number - 1]}"
+        )
     for index in range(warm_up + number):
         counts_GLRE = spread.counts(index)
         owners.see(index - warm_up, counts_GLRE)
         for run in runs:
-            run.step(index - warm_up, index, counts_GLRE)
+            run.step(index - warm_up, numbers[index], counts_GLRE)
             if progress is not None:
                 progress(run.system.name, index + 1, warm_up + number)
     layout = job.layout
@@ -108,7 +114,7 @@ def simulate(
         trace=trace_name,
         num_ranks=layout.num_ranks,
         num_nodes=-(-layout.num_ranks // cluster.ranks_per_node),
-        iterations=np.arange(warm_up, warm_up + number),
+        iterations=np.array(numbers[warm_up : warm_up + number]),
         layers=np.array(job.shape.moe_layers),
         owner_straggler_IL=owners.straggler_IL,
         owner_loads_LR=owners.loads_LR / number,
@@ -167,7 +173,7 @@ class _Run:
         self.loads_LR = np.zeros((self.num_layers, layout.ep))
         self.peak_LR = self.loads_LR.copy()
 
-    def step(self, index: int, trace_index: int, counts_GLRE: Int64Array) -> None:
+    def step(self, index: int, iteration: int, counts_GLRE: Int64Array) -> None:
         """Run an iteration; before the first that counts, only its planning."""
         moved, move_s = self.system.before_iteration()
         if index >= 0:
@@ -180,8 +186,8 @@ class _Run:
                 ]
                 self._walk(index, group, work)
                 self._account(index, placed)
-                if group == 0 and trace_index in self.timelines:
-                    self.kept[trace_index] = (index, work, move_s)
+                if group == 0 and iteration in self.timelines:
+                    self.kept[iteration] = (index, work, move_s)
         self.system.observe(counts_GLRE)
 
     def _work(self, layer: int, placed: Placed) -> LayerWork:
@@ -246,13 +252,13 @@ class _Run:
             moved_I=self.moved_I,
             memory_bytes=memory(costs, system, self.peak_LR),
             timelines={
-                trace_index: build_timeline(
+                iteration: build_timeline(
                     costs,
                     walk_stages(costs, work, records=True),
                     self._one(scheduled, index),
                     move_s,
                 )
-                for trace_index, (index, work, move_s) in sorted(self.kept.items())
+                for iteration, (index, work, move_s) in sorted(self.kept.items())
             },
             notes=system.notes,
         )

@@ -49,8 +49,16 @@ class Trace(Protocol):
     def num_ranks(self) -> int | None:
         """Source ranks; None where only totals are known."""
 
+    @property
+    def iterations(self) -> tuple[int, ...]:
+        """The iterations' numbers in the run that was recorded."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader must know of it."""
+
     def counts(self, iteration: int) -> Int64Array:
-        """Return (layers, source ranks, experts) tokens, or (layers, experts) totals."""
+        """Return (layers, source ranks, experts) tokens at a position, or (layers, experts)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +81,19 @@ class ZipfTrace:
     tokens: int = 16384
     drift_step: float = DRIFT_STEP
     seed: int = 0
+
+    @property
+    def iterations(self) -> tuple[int, ...]:
+        """From 0."""
+        return tuple(range(self.num_iterations))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How loads are made."""
+        return (
+            f"loads are made up: Zipf {self.exponent:g} in each layer in another order, drifting "
+            "slowly",
+        )
 
     @cached_property
     def _shares_TLE(self) -> Float64Array:
@@ -129,7 +150,7 @@ class Spread:
     @cached_property
     def notes(self) -> tuple[str, ...]:
         """What was done to the trace."""
-        layout, found = self.job.layout, []
+        layout, found = self.job.layout, list(self.trace.notes)
         sources = self.trace.num_ranks
         if sources is None:
             found.append("the trace has totals only: all source ranks have the same shares")

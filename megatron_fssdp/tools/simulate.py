@@ -106,7 +106,8 @@ def _trace(request: Request, job: Job) -> Trace:
 def _timelines(request: Request, trace: Trace) -> tuple[int, ...]:
     """Which iterations' events to keep: the one asked for, or the first that counts."""
     if request.timeline is None:
-        return (min(WARM_UP, trace.num_iterations - 1),) if request.keeps_events else ()
+        first = trace.iterations[min(WARM_UP, trace.num_iterations - 1)]
+        return (first,) if request.keeps_events else ()
     return (request.timeline,)
 
 

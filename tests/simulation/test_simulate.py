@@ -26,6 +26,8 @@ class Repeated:
         self.counts_LRE = np.array(counts_LRE)
         self.num_layers, self.num_ranks, self.num_experts = self.counts_LRE.shape
         self.num_iterations = num_iterations
+        self.iterations = tuple(range(100, 100 + num_iterations))
+        self.notes = ("a note of the trace",)
 
     def counts(self, iteration: int):
         return self.counts_LRE
@@ -190,6 +192,15 @@ def test_wrong_requests_are_refused() -> None:
         simulate(make_job(), make_cluster(), BALANCED, ("nonsense",))
     with pytest.raises(ValueError, match="the trace has 8"):
         simulate(make_job(), make_cluster(), BALANCED, ("ep",), num_iterations=9)
+    with pytest.raises(ValueError, match="those that count are 105 to 107"):
+        simulate(make_job(), make_cluster(), BALANCED, ("ep",), timelines=(5,))
+
+
+def test_a_traces_numbers_and_notes_are_kept() -> None:
+    result = simulate(make_job(), make_cluster(), BALANCED, ("ep",), timelines=(106,))
+    assert result.iterations.tolist() == [105, 106, 107]
+    assert "a note of the trace" in result.notes
+    assert list(result.system("ep").timelines) == [106]
 
 
 def test_adapters_are_shared() -> None:
