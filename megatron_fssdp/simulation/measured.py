@@ -113,6 +113,7 @@ def measured(folders: Sequence[str | Path]) -> Result:
         notes.append(f"one of {step} iterations is shown, of {len(common)}")
         common = common[::step]
     notes.append("times are those of the first rank of each pipeline stage")
+    notes.append("exposed is what copies of experts exposed; the tokens' exchange was not measured")
     systems: list[SystemResult] = []
     owners: list[tuple[Float64Array, Float64Array]] = []
     for run, folder in zip(runs, folders, strict=True):

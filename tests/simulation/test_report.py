@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.simulation.report import render_report, write_report
-from megatron_fssdp.simulation.report.figures import heat_maps
+from megatron_fssdp.simulation.report.figures import heat_maps, slow_iterations
 from megatron_fssdp.simulation.report.timeline import MOST_SHAPES, close_up, timeline
 from megatron_fssdp.simulation.report.words import gigabytes, seconds, summary
 from tests import chromium
@@ -61,10 +61,10 @@ def test_the_page_is_whole_and_alone(page: Path) -> None:
     ids = re.findall(r'\sid="([^"]+)"', text)
     assert len(ids) == len(set(ids))
     labels = re.findall(r'<svg[^>]*role="img" aria-label="([^"]+)"', text)
-    # Time, memory, stragglers, heat maps, two timelines and close-ups; wide and narrow.
-    assert len(labels) == 16
+    # Time, memory, stragglers, slow iterations, heat maps, two timelines and close-ups; all twice.
+    assert len(labels) == 18
     assert any("up to 2.11" in label for label in labels)
-    assert text.count("As a table") == 8
+    assert text.count("As a table") == 9
     # Figures take the page's colors.
     assert "#010203" not in text
     assert "currentColor" in text
@@ -75,10 +75,26 @@ def test_a_result_of_one_system_without_extras() -> None:
     ep = make_result().systems[0]
     bare = replace(ep, parts_s={}, memory_bytes={}, timelines={}, notes=())
     text = render_report(replace(make_result(), source="measured", systems=(bare,), notes=()))
-    assert text.count("<figure>") == 2
+    assert text.count("<figure>") == 3
     assert "An iteration took 1.80 s, mean of 12." in text
     assert "Memory" not in text
     assert ">Systems<" not in text
+
+
+def test_slow_iterations_are_listed_with_their_reasons() -> None:
+    fssdp = make_result().systems[2]
+    time_s, factor, moved = (
+        fssdp.iteration_s.copy(),
+        fssdp.straggler_IL.copy(),
+        fssdp.moved_I.copy(),
+    )
+    time_s[[7, 4]], factor[7, 2], moved[4] = (3.0, 2.0), 1.9, 8
+    slow = replace(fssdp, iteration_s=time_s, straggler_IL=factor, moved_I=moved)
+    picture = slow_iterations(make_result(), slow)
+    assert picture is not None
+    assert picture.table[1] == ("7", "3.00 s", "1.90", "100.0 ms", "0")
+    assert picture.table[2] == ("4", "2.00 s", "1.01", "100.0 ms", "8")
+    assert len(picture.table) == 6
 
 
 def test_sizes_of_a_large_job_stay_bounded() -> None:
@@ -141,7 +157,7 @@ def test_in_a_browser(page: Path) -> None:
                 "[...document.querySelectorAll('figure svg')].map(s => s.getBoundingClientRect())"
                 ".filter(r => r.width > 0).map(r => [r.left, r.right, r.height])"
             )
-            assert len(drawn) == 8
+            assert len(drawn) == 9
             for left, right, height in drawn:
                 assert 0 <= left < right <= width
                 assert height > 100

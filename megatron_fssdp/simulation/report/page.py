@@ -41,6 +41,7 @@ def render_report(result: Result) -> str:
         figures.time_by_system(result),
         figures.memory_by_system(result),
         figures.stragglers(result),
+        figures.slow_iterations(result, subject),
         figures.heat_maps(result, subject),
         *(timeline.timeline(system) for system in watched),
         *(timeline.close_up(system) for system in watched),
