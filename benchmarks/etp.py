@@ -164,11 +164,11 @@ def _rows(
                 "tokens": tokens,
                 "hidden": hidden,
                 "schedule": name,
-                "MB sent": case.num_bytes / 1e6,
+                "MB": case.num_bytes / 1e6,
                 "ideal MB": ideal / 1e6,
                 "ms": 1e3 * medians[name],
                 "model ms": 1e3 * modelled[name],
-                "times megatron": medians[name] / medians["megatron"],
+                "x megatron": medians[name] / medians["megatron"],
                 "auto": "picked" if name == auto else "",
                 "holds": abs(case.num_bytes / ideal - 1) < 1e-9,
             }
@@ -202,7 +202,7 @@ def main() -> int:
             f"{1e6 * link['latency_s']:.0f} us; memory "
             f"{results['memory_bytes_per_s'] / 1e9:.1f} GB/s"
         )
-        show(Console(), title, results["rows"], sections=("tokens",))
+        show(Console(width=110), title, results["rows"], sections=("tokens",))
         if args.json:
             args.json.write_text(json.dumps(results))
     dist.destroy_process_group()

@@ -23,8 +23,7 @@ from tests.integration.test_equality import (
     train,
 )
 from tests.integration.tiny import Job, TinyRun, Trained, merge
-from tests.pretrain import pretrain
-from tests.ranks import ALL, a_few, run_ranks
+from tests.ranks import a_few, run_ranks
 
 TP2_ETP2 = {"tp": 2, "ep": 2, "etp": 2}
 LATENCY, MEMORY = "latency.yaml", "memory.yaml"
@@ -218,23 +217,6 @@ def test_checkpoints_between_layouts(tmp_path: Path) -> None:
         }
         # 2 layers x 8 experts x (3 matrices of 32 x 48), gate and values in one entry.
         assert sum(torch.Size(shape).numel() for shape in experts.values()) == 2 * 8 * 3 * 32 * 48
-
-
-@pytest.mark.skipif(not ALL, reason="FSSDP_ALL=1 starts whole jobs")
-def test_a_job_of_four_ranks_saves_and_resumes_as_plain_ep(tmp_path: Path) -> None:
-    """Through Megatron's command line: ETP is TP by default; saved in parallel, asynchronously."""
-    flags = ("--train-iters", "4", "--micro-batch-size", "1", "--sequence-parallel")
-    layout = ("--tensor-model-parallel-size", "2", "--moe-parallel", "fssdp")
-    save = ("--save", str(tmp_path), "--save-interval", "2", "--async-save")
-    whole = pretrain(*flags, *layout, *save, "--fssdp-check-plans", world_size=4)
-    assert whole.status == 0, whole.output
-    assert "dispatch by --fssdp-etp-schedule" in whole.output
-    layout = ("--expert-model-parallel-size", "4", "--moe-parallel", "ep")
-    resumed = pretrain(*flags, *layout, "--load", str(tmp_path), "--ckpt-step", "2", world_size=4)
-    assert resumed.status == 0, resumed.output
-    assert len(resumed.grad_norms) == 2
-    assert resumed.grad_norms == pytest.approx(whole.grad_norms[2:], abs=0.0011)
-    assert resumed.losses[-1] == pytest.approx(whole.losses[-1], rel=RTOL)
 
 
 def _watch(job: Job) -> tuple[list[Any], list[Any]]:
