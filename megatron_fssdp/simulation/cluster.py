@@ -10,7 +10,7 @@ wrote). Keys that only the simulator uses, all optional:
     compute:
       memory_bytes_per_s: 3e12 # what passes that only move data reach; default: they take nothing
       shared_cores: 2          # CPU cores that all ranks share, where they are fewer
-      has_fused_attention: false  # scores of all tokens go through memory; default true
+      has_fused_kernels: false # attention, activation, gradient accumulation; default true
     gpu:
       memory_bytes: 80e9       # of a rank
 
@@ -47,7 +47,8 @@ class Cluster:
         rate: how fast a rank multiplies, with all ranks of the node at work.
         memory_bytes_per_s: rate of passes that only move data.
         shared_cores: CPU cores that all ranks share; None: a device each.
-        has_fused_attention: scores never go to memory, and those of later tokens are left out.
+        has_fused_kernels: the attention writes no scores and leaves later tokens out; the
+            gated activation is one pass, and products add to gradients themselves.
         memory_bytes: of a rank; None: not known.
     """
 
@@ -59,7 +60,7 @@ class Cluster:
     rate: ComputeRate
     memory_bytes_per_s: float = math.inf
     shared_cores: int | None = None
-    has_fused_attention: bool = True
+    has_fused_kernels: bool = True
     memory_bytes: float | None = None
 
     def nodes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -203,6 +204,6 @@ def cluster_from_mapping(
         rate=ComputeRate.from_mapping(compute),
         memory_bytes_per_s=float(compute.get("memory_bytes_per_s", math.inf)),
         shared_cores=None if cores is None else int(cores),
-        has_fused_attention=bool(compute.get("has_fused_attention", True)),
+        has_fused_kernels=bool(compute.get("has_fused_kernels", True)),
         memory_bytes=None if memory is None else float(memory),
     )

@@ -24,14 +24,20 @@ Float64Array = npt.NDArray[np.float64]
 # Reads and writes of a token's hidden vector in a layer, outside products: two norms, two
 # residual additions, the attention's transposes.
 DENSE_PASSES = 12
+# Of query and key together, where the rotary embedding is not fused: two products, a negation, a
+# concatenation and a sum are ten reads and writes of either.
+ROTARY_PASSES = 20
 # Of each score of an attention that is not fused: written, scaled, masked, softmax, dropout, read.
 SCORE_PASSES = 8
 # Of each of a token's copies at its source: permute (read, write), unpermute (read, add).
 SOURCE_PASSES = 4
 # Of each row at its expert: sorted by expert and back.
 ROW_PASSES = 4
-# Of the inner vector of a gated expert: read gate and up, write their product.
-INNER_PASSES = 3
+# Of the inner vector of a gated expert: read gate and up, write their product; not fused, the
+# activation's result is written and read besides, and halves are cut out.
+INNER_PASSES, UNFUSED_INNER_PASSES = 3, 6
+# Of a gradient that products do not add up themselves: it is set to zero, read, added to, written.
+GRAD_PASSES = 4
 # Bytes of a gradient: Megatron reduces in fp32; of optimizer state: fp32 copy and two moments.
 GRAD_BYTES = 4
 OPTIMIZER_BYTES = 12
@@ -76,13 +82,14 @@ class Costs:
         """Forward seconds of a layer on each rank, besides its routed experts; from 1."""
         job, shape, layout = self.job, self.job.shape, self.job.layout
         tokens = layout.micro_batch * shape.sequence / layout.cp
-        fused = self.cluster.has_fused_attention
+        fused = self.cluster.has_fused_kernels
         flops = tokens * shape.dense_flops(layer, is_causal=fused) / layout.tp
         row_bytes = shape.hidden_size * job.param_bytes
         moved = tokens / layout.tp * row_bytes * (DENSE_PASSES + SOURCE_PASSES * shape.topk)
         if not fused:
             scores = tokens * shape.num_heads * shape.sequence / layout.tp
             moved += SCORE_PASSES * scores * job.param_bytes
+            moved += ROTARY_PASSES * tokens / layout.tp * row_bytes
         seconds = flops / self.cluster.rate.flops_per_s + moved / self.cluster.memory_bytes_per_s
         if layout.tp > 1:
             # Sequence parallelism: an all-gather and a reduce-scatter for the attention.
@@ -90,6 +97,16 @@ class Costs:
             ranks = np.arange(layout.tp)
             seconds += 2 * stage.ring_s(tokens * row_bytes, ranks)
         return seconds
+
+    def grads_s(self, layer: int) -> float:
+        """Seconds in a layer's backward of adding up its gradients, where products do not."""
+        if self.cluster.has_fused_kernels:
+            return 0.0
+        sizes, layout = self.job.shape.sizes, self.job.layout
+        params = sizes.dense_of(self.job.shape.is_moe(layer)) / layout.tp
+        if self.job.shape.is_moe(layer):
+            params += sizes.num_experts / layout.ep * sizes.expert / layout.etp
+        return GRAD_PASSES * GRAD_BYTES * params / self.cluster.memory_bytes_per_s
 
     def head_s(self) -> float:
         """Forward seconds of the output layer."""
@@ -108,7 +125,8 @@ class Costs:
             speed = np.interp(rows, table_rows, table_rate)
         params = self.shape.num_params / job.layout.etp
         seconds = np.maximum(rows * (2.0 * params) / speed, rate.group_floor_s)
-        inner = INNER_PASSES * job.shape.moe_ffn_size / job.layout.etp
+        passes = INNER_PASSES if self.cluster.has_fused_kernels else UNFUSED_INNER_PASSES
+        inner = passes * job.shape.moe_ffn_size / job.layout.etp
         row_bytes = job.param_bytes * (ROW_PASSES * job.shape.hidden_size + inner)
         seconds = np.where(
             rows > 0, seconds + rows * row_bytes / self.cluster.memory_bytes_per_s, 0

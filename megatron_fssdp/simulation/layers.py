@@ -62,6 +62,7 @@ class LayerWork:
         fetch_R: (R,) seconds until each rank's replicas are there.
         return_R: (R,) seconds until each rank's gradients are where they belong.
         traits: of the system.
+        grads_s: seconds of adding gradients up in the backward, the same on all ranks.
         recompute: "moe": the backward computes the MoE layer again first, "full": all of it.
         cores: CPU cores that the ranks share; None: a device each.
     """
@@ -72,6 +73,7 @@ class LayerWork:
     fetch_R: Float64Array
     return_R: Float64Array
     traits: Traits
+    grads_s: float = 0.0
     recompute: Literal["none", "moe", "full"] = "none"
     cores: int | None = None
 
@@ -229,7 +231,8 @@ def backward(work: LayerWork, is_last: bool, ahead_s: float = 0.0, records: bool
         returned_R = clock.now_R + work.return_R
         if traits.returns == "open" or work.recompute == "moe":
             clock.wait(returned_R, "copies")
-    clock.spend("attention", "compute", "attention", BACKWARD * work.dense_s)
+    seconds = BACKWARD * work.dense_s + work.grads_s
+    clock.spend("attention", "compute", "attention", seconds)
     clock.wait(returned_R, "copies")
     # The layer before cannot start its exchange until all are here.
     clock.meet("copies")

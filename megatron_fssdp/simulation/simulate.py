@@ -199,6 +199,7 @@ class _Run:
             fetch_R=placed.fetch_R,
             return_R=placed.return_R,
             traits=self.system.traits,
+            grads_s=costs.grads_s(layer),
             recompute=costs.job.recompute,
             cores=cores,
         )
