@@ -257,7 +257,8 @@ def test_overlapped_shared_experts_change_no_bit_of_the_forward() -> None:
     moving = replace(overlap, reshard_every=2)
     ranks = run_ranks(2, _shared_experts, [job, overlap, moving])
     for off, on, _ in ranks:
-        assert on.losses[:2] == off.losses[:2]
+        # After it the two ways add gradients up in another order.
+        assert on.losses[0] == off.losses[0]
         assert on.losses == pytest.approx(off.losses, rel=RTOL)
     off, on, moved = ([of_rank[kind] for of_rank in ranks] for kind in range(3))
     assert_equal_training(on, off)
