@@ -224,13 +224,17 @@ def main() -> int:
     for column in ("check", "result", "ms"):
         table.add_column(column, justify="left" if column == "check" else "right")
     all_good = args.only_te or _add_checks(table, device)
-    for title, is_right, reason in check_te(device):
+    results = list(check_te(device))
+    for title, is_right, reason in results:
         all_good &= is_right is not False
         result = "skipped" if is_right is None else "equal" if is_right else "WRONG"
         table.add_row(f"{title}: {reason}" if reason else title, result, "")
     Console().print(table)
     if not args.only_te:
         print_shares(device)
+    elif all(is_right is None for _, is_right, _ in results):
+        print("nothing was checked", file=sys.stderr)
+        return 2
     return 0 if all_good else 1
 
 

@@ -160,7 +160,9 @@ def main() -> int:
     worst = max(differences, key=lambda name: differences[name])
     print(f"rank {dist.get_rank()}: {worst} differs by {differences[worst]:.4f}", flush=True)
     dist.destroy_process_group()
-    return 0 if differences[worst] <= TOLERANCE[torch.bfloat16] else 1
+    # Not the worst alone: a maximum passes over NaN.
+    is_good = all(value <= TOLERANCE[torch.bfloat16] for value in differences.values())
+    return 0 if is_good else 1
 
 
 if __name__ == "__main__":

@@ -70,7 +70,10 @@ class FSSDPMoELayer(MoELayer):
         self._index = runtime.add_layer(config.num_moe_experts, groups.ep, groups.tp_ep, shape)
         self._build_slots(runtime.owners.num_slots(self._index))
         runtime.owners.own(
-            self._index, LayerHomes(self.experts, self._slot_experts), self._build_slots
+            self._index,
+            # Asked late: _build_slots replaces the slots' experts, and those must not live on.
+            LayerHomes(self.experts, lambda home: self._slot_experts.home_weights(home)),
+            self._build_slots,
         )
         self._visit: Visit | None = None
         self._slot_weights: SlotWeights | None = None
@@ -101,7 +104,12 @@ class FSSDPMoELayer(MoELayer):
         is_possible = self._dispatcher_type is MoEAlltoAllTokenDispatcher
         if self._groups.expt_tp.size() == 1 or not is_possible or schedule == "megatron":
             return False
-        return True if schedule == "fused" else None
+        if schedule == "fused":
+            return True
+        # The fused schedule adds shards' results in the activations' type, Megatron in that of the
+        # probabilities: auto never trades precision for time.
+        probs_bytes = {None: 0, "fp32": 4, "fp64": 8}[self.config.moe_router_dtype]
+        return None if probs_bytes <= self.config.params_dtype.itemsize else False
 
     def set_layer_number(self, layer_number: int) -> None:
         """Take the number that the transformer layer gives; messages name it."""
@@ -189,8 +197,9 @@ class FSSDPMoELayer(MoELayer):
         return next(self.experts.parameters()).device
 
     def _launch(self, step: LayerStep) -> Visit:
-        if step.placement.sent_slots:
-            # What is sent is read now; else parameters may still be on their way till the experts.
+        if self._runtime.config.fssdp_num_replica_slots:
+            # What is sent is read now. On all ranks, also those that send nothing: waiting starts
+            # DDP's next gathers, and expert-data-parallel peers must start them in one order.
             self._wait_for_parameters()
         materializer = self._runtime.materializer(self._index, self._device)
         materializer.sums.in_place = self._slot_experts.in_place

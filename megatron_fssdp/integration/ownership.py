@@ -11,13 +11,12 @@ by it (see `checkpoint`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from megatron_fssdp.integration.slot_experts import SlotExperts
 from megatron_fssdp.planning.moves import Homes
 from megatron_fssdp.planning.plan import Int64Array
 
@@ -28,11 +27,11 @@ class LayerHomes:
 
     Attributes:
         experts: the module.
-        slot_experts: reads its parameters.
+        weights: the W parameters of its home of a number, as they are now.
     """
 
     experts: torch.nn.Module
-    slot_experts: SlotExperts
+    weights: Callable[[int], list[torch.nn.Parameter]]
 
 
 @dataclass(eq=False)
@@ -71,7 +70,7 @@ class Ownership:
     def weights(self, home: int) -> list[torch.nn.Parameter]:
         """Return the W parameters of a home, as they are now."""
         position, index = divmod(home, self.homes_per_layer)
-        return self.layers[position].slot_experts.home_weights(index)
+        return self.layers[position].weights(index)
 
     def owned_weights(self, position: int) -> list[list[torch.nn.Parameter]]:
         """Return the parameters of a layer's experts that live here, experts ascending."""

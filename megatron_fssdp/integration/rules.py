@@ -23,6 +23,7 @@ class Rule:
         reason: why, as the middle of a sentence.
         way_out: what to change, as the end of a sentence.
         needs: another flag and its field, without which the setting means nothing.
+        needed: the value that the other must have; None: any that is set.
     """
 
     flag: str
@@ -31,6 +32,7 @@ class Rule:
     reason: str
     way_out: str
     needs: tuple[str, str] | None = None
+    needed: str | None = None
 
     def clash(self, args: Namespace) -> str | None:
         """Return the flags that clash, as the user would write them; None: nothing does."""
@@ -41,8 +43,9 @@ class Rule:
         if self.needs is None:
             return shown
         flag, name = self.needs
-        needed = getattr(args, name, None)
-        return f"{_show(flag, needed)} {shown}" if _is_set(needed) else None
+        value = getattr(args, name, None)
+        means_something = _is_set(value) if self.needed is None else value == self.needed
+        return f"{_show(flag, value)} {shown}" if means_something else None
 
 
 def _show(flag: str, value: Any) -> str:
@@ -138,6 +141,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         flag="--moe-flex-dispatcher-backend",
         name="moe_flex_dispatcher_backend",
+        needs=("--moe-token-dispatcher-type", "moe_token_dispatcher_type"),
+        needed="flex",
         is_bad=lambda value: value == "ncclep",
         reason="it has one number of experts and one limit of tokens for the whole process, and "
         "the slots of layers differ",

@@ -28,7 +28,8 @@ def validate(args: Namespace) -> FSSDPConfig:
     if config.moe_parallel == "fssdp":
         _check_sizes(config, args.num_experts, args.expert_model_parallel_size)
         _check_sequence_parallel(args)
-        _check_schedule(config, args.moe_token_dispatcher_type)
+        _check_schedule(config, args)
+        _check_fp8(args)
         config = _resharding(config, args)
         for rule in RULES:
             if clash := rule.clash(args):
@@ -74,12 +75,30 @@ def _check_sequence_parallel(args: Namespace) -> None:
         )
 
 
-def _check_schedule(config: FSSDPConfig, dispatcher: str) -> None:
-    if config.fssdp_etp_schedule == "fused" and dispatcher != "alltoall":
+def _check_schedule(config: FSSDPConfig, args: Namespace) -> None:
+    if config.fssdp_etp_schedule != "fused":
+        return
+    dispatcher = args.moe_token_dispatcher_type
+    if getattr(args, "expert_tensor_parallel_size", None) in (None, 1):
+        raise ValueError(
+            "--fssdp-etp-schedule fused joins the steps of expert tensor parallelism, and "
+            "--expert-tensor-parallel-size is 1; use 2 or more, or --fssdp-etp-schedule auto."
+        )
+    if dispatcher != "alltoall":
         raise ValueError(
             "--fssdp-etp-schedule fused is a schedule of the alltoall dispatcher, and "
             f"--moe-token-dispatcher-type is {dispatcher}; use alltoall, or --fssdp-etp-schedule "
             "auto."
+        )
+
+
+def _check_fp8(args: Namespace) -> None:
+    is_grouped = getattr(args, "moe_grouped_gemm", False)
+    if getattr(args, "fp8", None) and (args.transformer_impl == "local" or not is_grouped):
+        raise ValueError(
+            "--moe-parallel fssdp computes in fp8 with Transformer Engine's grouped experts only; "
+            "with --fp8-format add --moe-grouped-gemm --transformer-impl transformer_engine, or "
+            "drop --fp8-format."
         )
 
 

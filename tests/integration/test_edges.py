@@ -234,20 +234,28 @@ def _order_of_buckets(job: Job) -> tuple[list[list[int]], list[Any]]:
     return orders, results
 
 
-def test_buckets_are_reduced_in_one_order_whatever_the_plans() -> None:
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"optimizer": "sgd", "lr": 0.1},
+        {"distributed_optimizer": True, "overlap_param_gather": True},
+    ],
+    ids=["sgd", "overlap-param-gather"],
+)
+def test_buckets_are_reduced_in_one_order_whatever_the_plans(optimizer: dict[str, Any]) -> None:
     """Gradients of the wrong experts were added up (symptom: a silently other loss).
 
     Two expert-parallel groups, one skewed, one balanced, have different plans; their experts'
     buckets meet in the expert-data-parallel groups, which reduce them in the order in which they
-    fill. A rank without copies used to fill its buckets in another order than its peer.
+    fill. A rank without copies used to fill its buckets in another order than its peer. Likewise
+    it used to wait for gathered parameters later than its peer, which could be for ever.
     """
     job = Job(
         ep=2,
         steps=5,
         overlap_grad_reduce=True,
-        optimizer="sgd",
-        lr=0.1,
         forced_experts=((0, 1), (0, 1), (0, 4), (0, 4)),
+        **optimizer,
     )
     ranks = run_ranks(4, _order_of_buckets, job)
     (_, first), _ = ranks[0]

@@ -15,7 +15,7 @@ from megatron_fssdp.integration.slot_experts import build_slot_experts
 from megatron_fssdp.integration.validate import validate
 
 MOE = "--moe-parallel fssdp --num-experts 8 --expert-model-parallel-size 4"
-GOOD = f"{MOE} --moe-token-dispatcher-type alltoall"
+GOOD = f"{MOE} --moe-token-dispatcher-type alltoall --moe-grouped-gemm"
 
 # One command line that each rule refuses.
 BAD = {
@@ -27,7 +27,9 @@ BAD = {
     "perform_rl_step": "--perform-rl-step",
     "moe_pad_expert_input_to_capacity": "--moe-pad-expert-input-to-capacity",
     "moe_expert_rank_capacity_factor": "--moe-expert-rank-capacity-factor 1.5",
-    "moe_flex_dispatcher_backend": "--moe-flex-dispatcher-backend ncclep",
+    "moe_flex_dispatcher_backend": (
+        "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep"
+    ),
     "moe_latent_size": "--moe-latent-size 64",
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
     "delay_wgrad_compute": "--delay-wgrad-compute",
@@ -180,10 +182,28 @@ def test_state_that_is_kept_by_place_needs_fixed_owners(
 def test_fp8_recipes_without_state_are_accepted(parser: ArgumentParser) -> None:
     """Delayed scaling, Megatron's default, is meant by --fp8-format alone, and by it only."""
     for recipe in ("tensorwise", "blockwise", "mxfp8"):
-        validate(parser.parse_args(f"{GOOD} --fp8-format hybrid --fp8-recipe {recipe}".split()))
+        words = f"{GOOD} --fp8-format hybrid --fp8-recipe {recipe}"
+        validate(parser.parse_args(words.split()))
     validate(parser.parse_args(f"{GOOD} --fp8-recipe delayed".split()))
     with pytest.raises(ValueError, match="--fp8-format hybrid --fp8-recipe delayed"):
         validate(parser.parse_args(f"{GOOD} --fp8-format hybrid".split()))
+
+
+def test_a_backend_of_another_dispatcher_means_nothing(parser: ArgumentParser) -> None:
+    validate(parser.parse_args(f"{GOOD} --moe-flex-dispatcher-backend ncclep".split()))
+
+
+def test_fp8_is_refused_on_all_ranks_where_experts_are_not_grouped(parser: ArgumentParser) -> None:
+    """Only stages with MoE layers used to notice; the others waited for them."""
+    fp8 = "--fp8-format hybrid --fp8-recipe mxfp8"
+    for words in (f"{GOOD} --transformer-impl local", MOE):
+        with pytest.raises(ValueError, match="add --moe-grouped-gemm"):
+            validate(parser.parse_args(f"{words} {fp8}".split()))
+
+
+def test_a_schedule_of_shards_needs_shards(parser: ArgumentParser) -> None:
+    with pytest.raises(ValueError, match="--expert-tensor-parallel-size is 1"):
+        validate(parser.parse_args(f"{GOOD} --fssdp-etp-schedule fused".split()))
 
 
 def test_fp8_needs_transformer_engines_experts() -> None:
