@@ -23,6 +23,7 @@ bench: setup
 	@$(PY) benchmarks/layer.py
 	@$(PY) benchmarks/copies.py
 	@$(PY) benchmarks/resharding.py
+	@$(PY) benchmarks/recording.py
 	@$(PY) benchmarks/fidelity.py
 	@$(PY) benchmarks/simulator_time.py
 	@$(PY) benchmarks/recording.py

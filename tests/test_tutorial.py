@@ -64,6 +64,7 @@ def test_every_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "12 iterations (0 to 11), 2 MoE layers, 2 source ranks, 8 experts" in look
     assert "wrote runs/ep/report.html" in look
     assert "LAER" in simulated
+    assert "wrote runs/simulated.html" in simulated
     assert "Leave it off" in tiny
     assert "--moe-parallel ep" in tiny
     assert "Turn it on: expect 1." in skewed or "Turn it on: expect 2." in skewed

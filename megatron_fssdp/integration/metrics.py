@@ -130,9 +130,11 @@ def _counting(runtime: FSSDPRuntime, index: int, group: dist.ProcessGroup) -> An
         if not router.training:
             return
         _, routing_map = output
-        step = runtime.begin_forward(index, routing_map.device)
+        runtime.begin_forward(index, routing_map.device)
         counts_RE = gather_counts(routing_map, group)
-        runtime.record(index, counts_RE, step.split(counts_RE)[1])
+        # Megatron's experts are spread evenly, in order: no quotas to ask for.
+        loads_R = counts_RE.sum(dim=0).view(group.size(), -1).sum(dim=1)
+        runtime.record(index, counts_RE, loads_R)
 
     return hook
 

@@ -115,14 +115,14 @@ def write_preset(folder: Path, args: Namespace) -> None:
     """Write the run's sizes as a preset that `fssdp simulate` and `fssdp tune` read.
 
     Args:
-        folder: of the trace; `model.yaml` in it is written anew.
+        folder: of the trace; `model.yaml` in it is written anew. A full disk stops no training.
         args: Megatron's.
     """
     import yaml
 
     flags: dict[str, Any] = {}
     for name in PRESET_ARGUMENTS:
-        value = getattr(args, name, None)
+        value: Any = getattr(args, name, None)
         if value is None or value is False:
             continue
         if name == "moe_layer_freq":
@@ -136,4 +136,9 @@ def write_preset(folder: Path, args: Namespace) -> None:
     if args.world_size % GPUS_PER_NODE == 0:
         preset["LAYOUTS"] = {args.world_size // GPUS_PER_NODE: {}}
     text = "# The run's own sizes, written by --fssdp-record-trace.\n"
-    (folder / "model.yaml").write_text(text + yaml.safe_dump(preset, sort_keys=False))
+    try:
+        # This rank's stage may have no MoE layer, and then no trace of its own.
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "model.yaml").write_text(text + yaml.safe_dump(preset, sort_keys=False))
+    except OSError as error:
+        print(f"WARNING: the run's sizes were not recorded: {error}", flush=True)

@@ -132,25 +132,38 @@ def _read_megatron(files: list[Path], num_experts: int | None) -> Read:
                 notes.append(f"{file.name}: a record was left out: {error!r}")
     if not chosen:
         raise ValueError(f"{files[0].parent}: no routing record in {len(files)} files")
-    steps, layers, ranks = (sorted(set(values)) for values in zip(*chosen, strict=True))
+    steps = sorted({step for step, _, _ in chosen})
+    # With pipeline parallelism a rank sees its stage's layers only.
+    ranks: dict[tuple[str, int, int], list[int]] = {
+        layer: sorted({rank for _, each, rank in chosen if each == layer})
+        for layer in sorted({layer for _, layer, _ in chosen})
+    }
+    sizes = sorted({len(each) for each in ranks.values()})
+    if len(sizes) != 1:
+        raise ValueError(
+            f"{files[0].parent}: layers were recorded by {sizes} ranks: give all files"
+        )
     highest = max(int(part.max(initial=0)) for parts in chosen.values() for part in parts)
     num_experts = num_experts or highest + 1
-    notes.append(f"E is {num_experts}, the highest expert that a token chose, plus 1")
-    whole = []
+    notes.append(f"E is {num_experts}: as given, or the highest expert that a token chose, plus 1")
+    whole, torn = [], []
     for step in steps:
-        counts_LRE = np.zeros((len(layers), len(ranks), num_experts), dtype=np.int64)
-        found = 0
-        for at_layer, layer in enumerate(layers):
-            for at_rank, rank in enumerate(ranks):
-                parts = chosen.get((step, layer, rank), [])
-                found += bool(parts)
-                for part in parts:
-                    counts_LRE[at_layer, at_rank] += np.bincount(part, minlength=num_experts)
-        whole.append((found, counts_LRE))
-    most = max(found for found, _ in whole)
-    if torn := [step for step, (found, _) in zip(steps, whole, strict=True) if found < most]:
+        places = [[(step, layer, rank) for rank in of_layer] for layer, of_layer in ranks.items()]
+        # As many micro-batches everywhere.
+        if len({len(chosen.get(key, ())) for row in places for key in row}) != 1:
+            torn.append(step)
+            continue
+        whole.append(
+            [
+                [np.bincount(np.concatenate(chosen[key]), minlength=num_experts) for key in row]
+                for row in places
+            ]
+        )
+    if torn:
         notes.append(f"steps {torn} lack records of some layer or rank and were left out")
-    return np.stack([counts for found, counts in whole if found == most]), notes
+    if not whole:
+        raise ValueError(f"{files[0].parent}: no step is whole")
+    return np.array(whole, dtype=np.int64), notes
 
 
 def _read_json(path: Path, num_ranks: int, num_experts: int | None) -> Read:
@@ -161,10 +174,10 @@ def _read_json(path: Path, num_ranks: int, num_experts: int | None) -> Read:
         if "routed_experts" not in text:
             raise ValueError(f"{path} is no JSON: {error}") from None
         table = None
-    if isinstance(table, dict) and "routed_experts" not in json.dumps(table)[:10_000_000]:
+    if isinstance(table, dict) and any(key in table for key in KEYS):
         return from_dumps([table], str(path), num_ranks)
     notes: list[str] = []
-    requests = [table] if isinstance(table, dict) else list(_json_lines(path, notes))
+    requests = [table] if table is not None else list(_json_lines(path, notes))
     found = [routed for request in requests for routed in _routed(request)]
     if not found:
         raise ValueError(f"{path} has none of: {', '.join(KEYS)}, routed_experts")

@@ -97,7 +97,7 @@ def measured(folders: Sequence[str | Path]) -> Result:
                      for r in runs})  # fmt: skip
     if len(shapes) != 1:
         raise ValueError(f"the runs differ in (layers, ranks, experts): {shapes}")
-    timed = [set(r.recording.iterations) & set.intersection(*map(set, r.stages)) for r in runs]
+    timed = [set(r.recording.iterations).intersection(*r.stages) for r in runs]
     common = sorted(set.intersection(*timed))
     if not common:
         raise ValueError(f"{', '.join(map(str, folders))}: no iteration that all of them finished")
@@ -113,7 +113,9 @@ def measured(folders: Sequence[str | Path]) -> Result:
         notes.append(f"one of {step} iterations is shown, of {len(common)}")
         common = common[::step]
     notes.append("times are those of the first rank of each pipeline stage")
-    systems, owners = [], []
+    notes.append("exposed is what copies of experts exposed; the tokens' exchange was not measured")
+    systems: list[SystemResult] = []
+    owners: list[tuple[Float64Array, Float64Array]] = []
     for run, folder in zip(runs, folders, strict=True):
         system, owner = _system(run, common, Path(folder).name)
         taken = [each.name for each in systems]

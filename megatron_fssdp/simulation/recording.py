@@ -25,6 +25,7 @@ an iteration that a resumed run repeated they take the last.
 from __future__ import annotations
 
 import json
+import mmap
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -160,7 +161,8 @@ class TraceWriter:
         self._file = path.open("ab")
         # A job that was killed may have left a torn frame. Readers would find the next ones after
         # it, but it can never become whole.
-        frames = _index(path)[0]
+        # Without its checksums: a job that resumes must not read all that it ever wrote.
+        frames = _index(path, reads_all=False)[0]
         ends = [start + num_bytes for start, num_bytes in frames.values()]
         self._file.truncate(max(ends, default=0))
 
@@ -192,9 +194,12 @@ class TraceWriter:
         self._file.close()
 
 
-def _index(path: Path) -> tuple[dict[int, tuple[int, int]], list[str]]:
-    """Find the whole frames of a file, and say what is none."""
-    data = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else b""
+def _index(path: Path, reads_all: bool = True) -> tuple[dict[int, tuple[int, int]], list[str]]:
+    """Find the whole frames of a file, and say what is none; `reads_all`: by their checksums."""
+    if not path.stat().st_size:
+        return {}, []
+    with path.open("rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     view = memoryview(data)
     frames: dict[int, tuple[int, int]] = {}
     position = num_skipped = 0
@@ -204,15 +209,17 @@ def _index(path: Path) -> tuple[dict[int, tuple[int, int]], list[str]]:
         end = start + int(frame["num_bytes"])
         is_frame = frame["magic"] == MAGIC and end <= len(view)
         iteration = int(frame["iteration"])
-        if is_frame and zlib.crc32(view[start:end], iteration & 0xFFFFFFFF) == frame["crc32"]:
+        if is_frame and reads_all:
+            is_frame = zlib.crc32(view[start:end], iteration & 0xFFFFFFFF) == frame["crc32"]
+        if is_frame:
             frames[iteration] = (start, end - start)
             position = end
             continue
-        num_skipped += 1
-        following = bytes(view[position + 1 :]).find(MAGIC)
+        following = data.find(MAGIC, position + 1)
         if following < 0:
-            return frames, [f"{path.name}: its last record is torn and was left out"]
-        position += 1 + following
+            break
+        num_skipped += 1
+        position = following
     notes = []
     if num_skipped:
         notes.append(f"{path.name}: {num_skipped} damaged records were left out")

@@ -169,11 +169,6 @@ def tune(
     ep = run("ep", Options())
     tried: dict[Settings, Tried] = {}
     best, room = Settings(), cluster.memory_bytes
-    if room is not None and (ep.peak_bytes or 0) > room:
-        notes.append(
-            "plain EP does not fit in memory either: take more nodes; judged by time alone"
-        )
-        room = None
     for candidates in _rounds(job, len(ep.iteration_s)):
         for settings in candidates(best):
             if settings not in tried:
@@ -183,6 +178,12 @@ def tune(
                 fits = room is None or (result.peak_bytes or 0) <= room
                 tried[settings] = Tried(settings, result, fits)
         fitting = [each for each in tried.values() if each.fits]
+        if not fitting and room is not None and (ep.peak_bytes or 0) > room:
+            notes.append(
+                "nothing fits in memory, plain EP neither: take more nodes; this is by time"
+            )
+            room, tried = None, {key: replace(each, fits=True) for key, each in tried.items()}
+            fitting = list(tried.values())
         if not fitting:
             break
         best = _choose(fitting).settings

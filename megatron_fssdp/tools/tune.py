@@ -93,7 +93,7 @@ def advise(advice: Advice) -> list[str]:
         ]
     return [
         f"Turn it on: expect {gain} times EP's speed. The interval is over iterations of the "
-        "trace; the simulator's own error comes on top.",
+        "trace; the simulator's own error (docs/simulator.md) comes on top.",
         f"    {advice.best.settings.flags}",
     ]
 

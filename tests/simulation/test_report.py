@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.simulation.report import render_report, write_report
-from megatron_fssdp.simulation.report.figures import heat_maps
-from megatron_fssdp.simulation.report.timeline import MOST_SHAPES, timeline
+from megatron_fssdp.simulation.report.figures import heat_maps, slow_iterations
+from megatron_fssdp.simulation.report.timeline import MOST_SHAPES, close_up, timeline
 from megatron_fssdp.simulation.report.words import gigabytes, seconds, summary
 from tests import chromium
 from tests.simulation.results import make_events, make_result
@@ -61,10 +61,10 @@ def test_the_page_is_whole_and_alone(page: Path) -> None:
     ids = re.findall(r'\sid="([^"]+)"', text)
     assert len(ids) == len(set(ids))
     labels = re.findall(r'<svg[^>]*role="img" aria-label="([^"]+)"', text)
-    # Time, memory, stragglers, heat maps, two timelines and a close-up; wide and narrow.
-    assert len(labels) == 14
+    # Time, memory, stragglers, slow iterations, heat maps, two timelines and close-ups; all twice.
+    assert len(labels) == 18
     assert any("up to 2.11" in label for label in labels)
-    assert text.count("As a table") == 7
+    assert text.count("As a table") == 9
     # Figures take the page's colors.
     assert "#010203" not in text
     assert "currentColor" in text
@@ -75,10 +75,26 @@ def test_a_result_of_one_system_without_extras() -> None:
     ep = make_result().systems[0]
     bare = replace(ep, parts_s={}, memory_bytes={}, timelines={}, notes=())
     text = render_report(replace(make_result(), source="measured", systems=(bare,), notes=()))
-    assert text.count("<figure>") == 2
+    assert text.count("<figure>") == 3
     assert "An iteration took 1.80 s, mean of 12." in text
     assert "Memory" not in text
     assert ">Systems<" not in text
+
+
+def test_slow_iterations_are_listed_with_their_reasons() -> None:
+    fssdp = make_result().systems[2]
+    time_s, factor, moved = (
+        fssdp.iteration_s.copy(),
+        fssdp.straggler_IL.copy(),
+        fssdp.moved_I.copy(),
+    )
+    time_s[[7, 4]], factor[7, 2], moved[4] = (3.0, 2.0), 1.9, 8
+    slow = replace(fssdp, iteration_s=time_s, straggler_IL=factor, moved_I=moved)
+    picture = slow_iterations(make_result(), slow)
+    assert picture is not None
+    assert picture.table[1] == ("7", "3.00 s", "1.90", "100.0 ms", "0")
+    assert picture.table[2] == ("4", "2.00 s", "1.01", "100.0 ms", "8")
+    assert len(picture.table) == 6
 
 
 def test_sizes_of_a_large_job_stay_bounded() -> None:
@@ -92,6 +108,29 @@ def test_sizes_of_a_large_job_stay_bounded() -> None:
         assert picture is not None
         assert "<image" in picture.wide
         assert len(picture.wide) < 600_000
+
+
+def test_a_timeline_shows_ranks_of_one_stage() -> None:
+    """The fullest rank, and the others of its pipeline stage: layers of theirs in the close-up."""
+    first = make_events(3, 4)
+    second = tuple(
+        replace(event, rank=event.rank + 3, layer=event.layer + 4, start_s=event.start_s + 1)
+        for event in make_events(2, 4)
+        if event.layer is not None
+    )
+    # On the second stage rank 4 is the fullest of all.
+    second = tuple(
+        replace(event, duration_s=0.04) if (event.rank, event.name) == (4, "experts") else event
+        for event in second
+    )
+    system = replace(make_result().systems[0], timelines={0: first + second})
+    whole, near = timeline(system), close_up(system)
+    assert whole is not None
+    assert near is not None
+    assert whole.table[0] == near.table[0] == ("milliseconds", "rank 4", "rank 3")
+    assert near.title == "Close-up: MoE layers 6 and 7, forward, ep"
+    experts = next(row for row in near.table if row[0] == "experts")
+    assert experts == ("experts", "80.00", "20.00")
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +157,7 @@ def test_in_a_browser(page: Path) -> None:
                 "[...document.querySelectorAll('figure svg')].map(s => s.getBoundingClientRect())"
                 ".filter(r => r.width > 0).map(r => [r.left, r.right, r.height])"
             )
-            assert len(drawn) == 7
+            assert len(drawn) == 9
             for left, right, height in drawn:
                 assert 0 <= left < right <= width
                 assert height > 100

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fssdp.simulation.importers import deal
@@ -56,6 +56,7 @@ def test_documented_lines_read_a_frame(recorded: Path) -> None:
     assert (values.reshape(3, -1)[:, :32].reshape(3, 4, 8) == COUNTS[0]).all()
 
 
+@settings(max_examples=40, deadline=None)
 @given(place=st.floats(0, 1, exclude_max=True), is_cut=st.booleans())
 def test_torn_and_damaged_files_give_what_is_whole(
     tmp_path_factory: pytest.TempPathFactory, place: float, is_cut: bool
@@ -177,6 +178,22 @@ def test_megatrons_router_trace(tmp_path: Path) -> None:
     assert (all_counts(trace) == expected[:1]).all()
     assert any("1 lines are no JSON objects" in note for note in trace.notes)
     assert any("steps [8] lack records" in note for note in trace.notes)
+
+
+def test_megatrons_router_trace_of_a_pipeline(tmp_path: Path) -> None:
+    """Ranks 0 and 1 have layer 1, ranks 2 and 3 layer 2 and a layer of MTP."""
+    for rank in range(4):
+        record = {"step": 0, "rank": rank, "block": "decoder", "layer": 1 + rank // 2}
+        lines = [json.dumps({**record, "top_indices": [[rank, 4]]})]
+        if rank > 1:
+            mtp = {**record, "block": "mtp", "mtp_idx": 0, "layer": 0}
+            lines.append(json.dumps({**mtp, "top_indices": [[rank, 5]]}))
+        (tmp_path / f"router_trace_rank{rank}.jsonl").write_text("\n".join(lines))
+    chosen = [np.nonzero(rows)[1].tolist() for rows in all_counts(open_trace(tmp_path))[0]]
+    assert chosen == [[0, 4, 1, 4], [2, 4, 3, 4], [2, 5, 3, 5]]
+    (tmp_path / "router_trace_rank3.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"recorded by \[1, 2\] ranks: give all files"):
+        open_trace(tmp_path)
 
 
 def test_megatrons_own_tracer_writes_what_is_read(tmp_path: Path) -> None:

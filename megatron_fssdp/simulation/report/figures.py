@@ -181,6 +181,60 @@ def stragglers(result: Result) -> Picture | None:
     return Picture("Straggler factor over iterations", alt, wide, narrow, caption, table=table)
 
 
+# Rows of the table of slow iterations.
+MOST_SLOW = 5
+
+
+def slow_iterations(result: Result, system: SystemResult) -> Picture | None:
+    """Draw iteration times, and list the slowest iterations beside what could have slowed them."""
+    if len(system.iteration_s) < 3:
+        return None
+    shown = [each for each in result.systems if each.name in ("ep", system.name)]
+    colors = system_colors([each.name for each in shown])
+
+    def paint(figure: Figure, narrow: bool) -> None:
+        axis = figure.add_subplot()
+        for each in shown:
+            color = colors[each.name]
+            axis.plot(result.iterations, 1e3 * each.iteration_s, color=color, label=each.name)
+            if each.exposed_s.any():
+                axis.plot(
+                    result.iterations,
+                    1e3 * each.exposed_s,
+                    color=color,
+                    linewidth=1,
+                    linestyle="dashed",
+                    label=f"{each.name}, exposed",
+                )
+        axis.set_ylim(bottom=0)
+        axis.xaxis.set_major_locator(MaxNLocator(4 if narrow else 9, integer=True))
+        axis.set_xlabel("iteration")
+        axis.set_ylabel("milliseconds")
+        figure.legend(loc="outside upper left", ncols=2 if narrow else 4)
+
+    slowest = np.argsort(-system.iteration_s, kind="stable")[:MOST_SLOW]
+    head = ("iteration", "time", "worst layer's straggler factor", "exposed", "experts moved")
+    rows = [
+        (
+            str(result.iterations[at]),
+            seconds(float(system.iteration_s[at])),
+            f"{system.straggler_IL[at].max():.2f}",
+            seconds(float(system.exposed_s[at])),
+            str(system.moved_I[at]) if system.moved_I.size else "-",
+        )
+        for at in slowest
+    ]
+    told = ", ".join(f"{row[0]} ({row[1]})" for row in rows[:3])
+    alt = f"Lines over iterations: milliseconds of each. The slowest of {system.name}: {told}."
+    wide, narrow = draw(paint, WIDE, (260, 290), alt)
+    caption = (
+        "Dashed: what computation waited for. The table has the slowest iterations; where neither "
+        "factor, exposed time nor moves stand out, it was not the experts."
+    )
+    title = f"Slow iterations, {system.name}"
+    return Picture(title, alt, wide, narrow, caption, table=(head, *rows))
+
+
 def heat_maps(result: Result, system: SystemResult) -> Picture | None:
     """Draw tokens over layers and ranks, before and after, on one scale."""
     before_LR, after_LR = _relative(result.owner_loads_LR), _relative(system.loads_LR)

@@ -35,13 +35,16 @@ def render_report(result: Result) -> str:
             f"the HTML report needs {error.name}: pip install 'megatron-fssdp[report]'"
         ) from None
     subject = words.subject(result)
+    # Of more systems the table and the bars tell enough.
+    watched = [system for system in result.systems if system.name == "ep" or system is subject]
     pictures = [
         figures.time_by_system(result),
         figures.memory_by_system(result),
         figures.stragglers(result),
+        figures.slow_iterations(result, subject),
         figures.heat_maps(result, subject),
-        *(timeline.timeline(system) for system in result.systems if system.timelines),
-        timeline.close_up(subject),
+        *(timeline.timeline(system) for system in watched),
+        *(timeline.close_up(system) for system in watched),
     ]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),

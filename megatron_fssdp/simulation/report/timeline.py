@@ -31,7 +31,6 @@ EVENT_COLORS = {
 OTHER_COLOR = "#9a9a9a"
 # Beyond it a vector drawing gets slow to open; the picture is dots then.
 MOST_SHAPES = 1500
-MOST_RANKS = 3
 STREAMS = ("compute", "tokens", "copies", "reduction")
 
 
@@ -51,41 +50,52 @@ def timeline(system: SystemResult) -> Picture | None:
 
 
 def close_up(system: SystemResult) -> Picture | None:
-    """Draw two layers of the same iteration, forward, where there are more."""
+    """Draw two layers of the same iteration and pipeline stage, forward, where there are more."""
     if not system.timelines:
         return None
     iteration, events = next(iter(sorted(system.timelines.items())))
-    layers = sorted({event.layer for event in events if event.layer is not None})
+    micro = min((event.micro_batch for event in events if event.micro_batch is not None), default=0)
+    ranks = {
+        rank: [
+            event
+            for event in of_rank
+            if event.phase == "forward" and event.micro_batch in (None, micro)
+        ]
+        for rank, of_rank in _of_some_ranks(events).items()
+    }
+    layers = _layers(next(iter(ranks.values()), []))
     if len(layers) < 3:
         return None
     middle = layers[len(layers) // 2 - 1 : len(layers) // 2 + 1]
-    micro = min((event.micro_batch for event in events if event.micro_batch is not None), default=0)
-    near = [
-        event
-        for event in events
-        if event.layer in middle
-        and event.phase == "forward"
-        and event.micro_batch in (None, micro)
-        and event.duration_s > 0
-    ]
-    if not near:
-        return None
+    near = {
+        rank: [event for event in of_rank if event.layer in middle and event.duration_s > 0]
+        for rank, of_rank in ranks.items()
+    }
     return _picture(
         f"Close-up: MoE layers {middle[0] + 1} and {middle[1] + 1}, forward, {system.name}",
         f"Two MoE layers of iteration {iteration}, forward, of {system.title}.",
-        _of_some_ranks(near),
+        near,
     )
 
 
+def _layers(events: Sequence[TimelineEvent]) -> list[int]:
+    return sorted({event.layer for event in events if event.layer is not None})
+
+
 def _of_some_ranks(events: Sequence[TimelineEvent]) -> dict[int, list[TimelineEvent]]:
-    """Choose the rank that computes longest, the one that does shortest, and one between."""
-    busy_s: dict[int, float] = defaultdict(float)
+    """Choose the rank that computes longest, and of its stage one between and the shortest."""
+    by_rank: dict[int, list[TimelineEvent]] = defaultdict(list)
     for event in events:
-        busy_s[event.rank] += event.duration_s * (event.name == "experts")
+        by_rank[event.rank].append(event)
+    busy_s = {
+        rank: sum(event.duration_s for event in of_rank if event.name == "experts")
+        for rank, of_rank in by_rank.items()
+    }
     by_load = sorted(busy_s, key=lambda rank: (-busy_s[rank], rank))
-    last = len(by_load) - 1
-    chosen = list(dict.fromkeys([by_load[0], by_load[last // 2], by_load[last]]))[:MOST_RANKS]
-    return {rank: [event for event in events if event.rank == rank] for rank in chosen}
+    stage = [rank for rank in by_load if _layers(by_rank[rank]) == _layers(by_rank[by_load[0]])]
+    last = len(stage) - 1
+    chosen = list(dict.fromkeys([stage[0], stage[last // 2], stage[last]]))
+    return {rank: by_rank[rank] for rank in chosen}
 
 
 def _picture(title: str, told: str, ranks: dict[int, list[TimelineEvent]]) -> Picture:
@@ -140,7 +150,7 @@ def _picture(title: str, told: str, ranks: dict[int, list[TimelineEvent]]) -> Pi
         *((name, *(f"{1e3 * busy[rank, name]:.2f}" for rank in ranks)) for name in names),
     )
     caption = (
-        "The rank with the most tokens first, then a middle one, then the one with the fewest. "
-        "Bars under each other run at the same time."
+        "Ranks of one pipeline stage, the one with the most tokens first, the fewest last. "
+        "Bars under each other run at the same time; gaps are waiting."
     )
     return Picture(title, alt, wide, narrow, caption, table=table)
