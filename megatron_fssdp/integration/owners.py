@@ -88,6 +88,7 @@ class Owners:
         optimizer: Any,
         replica_group: dist.ProcessGroup,
         sync_parameters: Callable[[], None] | None,
+        num_microbatches: Callable[[], int] = lambda: 1,
     ) -> None:
         """Let experts change owners as `--fssdp-reshard-interval` says. Collective over the world.
 
@@ -95,6 +96,7 @@ class Owners:
             optimizer: Megatron's.
             replica_group: the expert-data-parallel group.
             sync_parameters: completes a gather of parameters that is under way; None: none is.
+            num_microbatches: of an iteration, now.
         """
         rows, everyone = [], []
         if self._layers:
@@ -119,6 +121,7 @@ class Owners:
                 self._config.fssdp_sharding,
                 self._config.reshard_interval,
                 sync_parameters,
+                num_microbatches,
             )
         if self._config.fssdp_owners is not None:
             self._start_from(self._config.fssdp_owners)

@@ -69,6 +69,7 @@ class Resharder:
         sharding: "swaps" or "load", see `--fssdp-sharding`.
         interval: iterations that a decision counts for.
         sync_parameters: completes a parameter gather that is under way, before parameters move.
+        num_microbatches: of an iteration, now.
     """
 
     mover: Mover
@@ -79,6 +80,7 @@ class Resharder:
     sharding: str
     interval: int
     sync_parameters: Callable[[], None] | None = None
+    num_microbatches: Callable[[], int] = lambda: 1
 
     def look(self, load_LE: Int64Array) -> Reshard:
         """Move experts if better owners pay. Collective over all ranks that share the ownership.
@@ -95,7 +97,14 @@ class Resharder:
         owner_LE = self.mover.ownership.owner_LE
         new_LE = self._agree(self._choose(total_LE, owner_LE), device)
         saved_s = saved_by_owners(
-            total_LE, owner_LE, new_LE, self.topology, self.settings, self.shape, self.rate
+            total_LE,
+            owner_LE,
+            new_LE,
+            self.topology,
+            self.settings,
+            self.shape,
+            self.rate,
+            self.num_microbatches(),
         )
         return self.move(new_LE, saved_s)
 

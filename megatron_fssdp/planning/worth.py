@@ -22,6 +22,7 @@ def saved_by_owners(
     settings: PlanSettings,
     shape: LayerShape,
     rate: ComputeRate,
+    num_microbatches: int = 1,
 ) -> float:
     """Estimate the seconds by which new owners shorten an iteration of all layers.
 
@@ -29,13 +30,14 @@ def saved_by_owners(
     owners; not how many tokens leave their node, for who sends them is not known here.
 
     Args:
-        load_LE: (L, E) int64, the predicted tokens.
+        load_LE: (L, E) int64, the predicted tokens of a micro-batch.
         old_LE: (L, E) int64, the owners now.
         new_LE: (L, E) int64, the owners to come.
         topology: the ranks, their nodes and links.
         settings: of the planner.
         shape: sizes of a layer.
         rate: of a rank.
+        num_microbatches: of an iteration; each has `load_LE` tokens. Copies travel once.
     """
     nodes, num_ranks = topology.node_of_rank, topology.num_ranks
     old, new = (plan_layers(load_LE, owner_LE, topology, settings) for owner_LE in (old_LE, new_LE))
@@ -43,7 +45,8 @@ def saved_by_owners(
     for load_E, before, after in zip(load_LE, old.layers, new.layers, strict=True):
         counts_RE = np.tile(load_E // num_ranks, (num_ranks, 1))
         quotas = [balance(counts_RE, plan, nodes) for plan in (before, after)]
-        seconds += saved_s(quotas[0], before, quotas[1], after, topology, shape, rate)
+        layer_s = saved_s(quotas[0], before, quotas[1], after, topology, shape, rate)
+        seconds += num_microbatches * layer_s
         for plan, sign in ((before, 1), (after, -1)):
             copies = Schedule.tree(plan, nodes)
             seconds += sign * schedule_s(copies, topology, shape.replica_bytes)
