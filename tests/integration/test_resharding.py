@@ -7,6 +7,8 @@ lives. Else sums run in another order: 1e-6.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -347,6 +349,25 @@ def test_damaged_loads_and_owners_are_found_before_anything_changes() -> None:
         with pytest.raises((ValueError, KeyError, TypeError)):
             runtime.check_state_dict(damaged)
     runtime.close()
+
+
+def _live_slots(job: Job) -> list[bool]:
+    run = TinyRun(job)
+    run.step(0)
+    layer = next(m for m in run.model[0].modules() if hasattr(m, "_slot_experts"))
+    before = weakref.ref(layer._slot_experts)
+    run.reshard(1)
+    run.step(1)
+    gc.collect()
+    run.runtime.close()
+    return [before() is not None, before() is not layer._slot_experts]
+
+
+def test_slots_before_a_move_do_not_live_on() -> None:
+    """They keep what Transformer Engine quantized for them, so memory grew with each move."""
+    for is_alive, is_replaced in run_ranks(2, _live_slots, Job(ep=2).as_fssdp()):
+        assert is_replaced
+        assert not is_alive
 
 
 def test_what_cannot_move_stays_and_is_told_on_all_ranks() -> None:

@@ -21,4 +21,6 @@ def test_every_micro_batch_saves() -> None:
     rate = ComputeRate(flops_per_s=1e9)
     once_s = saved_by_owners(load_LE, old_LE, new_LE, *cluster, rate)
     assert once_s > 0
-    assert saved_by_owners(load_LE, old_LE, new_LE, *cluster, rate, num_microbatches=4) == 4 * once_s
+    assert (
+        saved_by_owners(load_LE, old_LE, new_LE, *cluster, rate, num_microbatches=4) == 4 * once_s
+    )
