@@ -538,7 +538,7 @@ def positions_of_rank(sequence: int) -> torch.Tensor:
 
     size = parallel_state.get_context_parallel_world_size()
     rank = parallel_state.get_context_parallel_rank()
-    pieces = torch.arange(sequence).chunk(2 * size)
+    pieces = torch.arange(sequence).tensor_split(2 * size)
     return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
 
 
