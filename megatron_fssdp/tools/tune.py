@@ -11,8 +11,8 @@ from megatron_fssdp.presets.files import find_file
 from megatron_fssdp.simulation.cluster import load_cluster
 from megatron_fssdp.simulation.model import read_job
 from megatron_fssdp.simulation.report.words import gigabytes, seconds
-from megatron_fssdp.simulation.traces import open_trace
 from megatron_fssdp.simulation.tune import Advice, tune
+from megatron_fssdp.tools.traces import open_loads
 
 
 def run(
@@ -34,7 +34,7 @@ def run(
     num_ranks = None if nodes is None else nodes * machine.ranks_per_node
     changes = {} if global_batch is None else {"--global-batch-size": global_batch}
     job = read_job(model, num_ranks, changes)
-    loads = open_trace(trace, num_experts=job.shape.num_experts)
+    loads = open_loads(trace, job, iterations)
     with Console(stderr=True).status("simulating plain EP") as status:
         advice = tune(
             job,
