@@ -82,7 +82,8 @@ def calibrate(
     """Measure this machine's products and links. Under torchrun, the links between its ranks."""
     from megatron_fssdp.tools.calibrate import calibrate as measure
 
-    measured = measure(output, hidden_size=hidden_size, ffn_size=ffn_size)
+    with _user_errors("calibrate"):
+        measured = measure(output, hidden_size=hidden_size, ffn_size=ffn_size)
     typer.echo(f"wrote {output}; measured: {measured['measured']}")
 
 
@@ -314,7 +315,9 @@ def tune(
         str, typer.Option(help="Preset in configs/models, or a file like one: RUN/model.yaml.")
     ],
     cluster: Annotated[str, typer.Option(help="Cluster in configs/clusters, or a cluster file.")],
-    trace: Annotated[str, typer.Option(help="Recorded loads: a folder or file.")],
+    trace: Annotated[
+        str, typer.Option(help="Recorded loads (a folder or file), or zipf:EXPONENT, made up.")
+    ],
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Nodes of the cluster. Default: the preset's fewest.")
     ] = None,

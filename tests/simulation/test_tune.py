@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from rich.console import Console
+from typer.testing import CliRunner
 
+from megatron_fssdp.cli import app
 from megatron_fssdp.config import FSSDPConfig
 from megatron_fssdp.presets.files import find_file, from_words
 from megatron_fssdp.presets.sizes import RESERVED_BYTES
@@ -26,7 +30,7 @@ from megatron_fssdp.simulation.tune import (
     tune,
 )
 from megatron_fssdp.tools.tune import advise, show
-from tests.simulation.cases import make_job
+from tests.simulation.cases import FLAGS, make_job
 
 SHAPE = Shape(
     num_iterations=21, num_layers=2, num_ranks=8, num_experts=8, tokens=4096, topk=2, skew=1.0
@@ -173,3 +177,17 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     assert covered >= 50
     assert bootstrap(np.array([3.0]), np.array([2.0])) == (1.5, 1.5, 1.5)
     assert halves(np.ones(5)) == 2
+
+
+def test_the_command_takes_made_up_loads(tmp_path: Path) -> None:
+    """As `fssdp simulate` does, and with its words for wrong ones."""
+    flags = {**FLAGS, "--global-batch-size": 16}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({"MODEL_ARGS": flags}))
+    words = f"tune --model {tmp_path}/tiny.yaml --cluster h100_dgx --nodes 1 --trace".split()
+    answer = CliRunner().invoke(app, [*words, "zipf:0.5", "--iterations", "2"])
+    assert answer.exit_code == 0, answer.output
+    assert "No verdict: 2 iterations" in answer.output
+    assert "loads are made up: Zipf 0.5" in answer.output
+    answer = CliRunner().invoke(app, [*words, "zipf:nan"])
+    assert answer.exit_code == 2
+    assert "fssdp tune: --trace zipf:nan: write zipf:EXPONENT" in answer.output
