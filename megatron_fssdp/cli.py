@@ -6,11 +6,17 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from megatron_fssdp.version import __version__
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Columns of a pipe or a job's log: what the widest table takes.
+LEAST_WIDTH = 120
 
 MoeParallel = Literal["fssdp", "ep"]
 Launcher = Literal["torchrun", "srun"]
@@ -70,13 +76,14 @@ def doctor() -> None:
 @app.command()
 def calibrate(
     output: Annotated[Path, typer.Argument(help="Cluster file (YAML) to write.")],
-    hidden_size: Annotated[int, typer.Option(help="Width of the model.")] = 2048,
-    ffn_size: Annotated[int, typer.Option(help="Width of an expert's hidden layer.")] = 2048,
+    hidden_size: Annotated[int, typer.Option(min=1, help="Width of the model.")] = 2048,
+    ffn_size: Annotated[int, typer.Option(min=1, help="Width of an expert's hidden layer.")] = 2048,
 ) -> None:
     """Measure this machine's products and links. Under torchrun, the links between its ranks."""
     from megatron_fssdp.tools.calibrate import calibrate as measure
 
-    measured = measure(output, hidden_size=hidden_size, ffn_size=ffn_size)
+    with _user_errors("calibrate"):
+        measured = measure(output, hidden_size=hidden_size, ffn_size=ffn_size)
     typer.echo(f"wrote {output}; measured: {measured['measured']}")
 
 
@@ -119,27 +126,24 @@ def train(
     from megatron_fssdp.presets.command import Request
     from megatron_fssdp.tools import train as tool
 
-    words = [word for setting in settings or () for word in shlex.split(setting)]
-    request = Request(
-        preset=preset,
-        num_nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        cluster=cluster,
-        moe_parallel=moe_parallel,
-        data_path=shlex.split(data_path),
-        settings=[*words, *(megatron or ())],
-        script=script,
-        launcher=launcher,
-        master_addr=master_addr or None,
-        master_port=master_port,
-        node_rank=node_rank,
-        checks_memory=check_memory,
-    )
-    try:
+    with _user_errors("train"):
+        words = [word for setting in settings or () for word in _split("--set", setting)]
+        request = Request(
+            preset=preset,
+            num_nodes=nodes,
+            gpus_per_node=gpus_per_node,
+            cluster=cluster,
+            moe_parallel=moe_parallel,
+            data_path=_split("--data-path", data_path),
+            settings=[*words, *(megatron or ())],
+            script=script,
+            launcher=launcher,
+            master_addr=master_addr or None,
+            master_port=master_port,
+            node_rank=node_rank,
+            checks_memory=check_memory,
+        )
         tool.train(request, dry_run=dry_run)
-    except ValueError as error:
-        typer.echo(f"fssdp train: {error}", err=True)
-        raise typer.Exit(code=2) from error
 
 
 @app.command()
@@ -153,15 +157,16 @@ def simulate(
         str, typer.Option(help="What to compare, separated by commas.")
     ] = "ep,fastermoe,smartmoe,flexmoe,eplb,laer,moonep,fssdp",
     nodes: Annotated[
-        int | None, typer.Option(help="Nodes of the cluster. Default: the preset's fewest.")
+        int | None, typer.Option(min=1, help="Nodes of the cluster. Default: the preset's fewest.")
     ] = None,
     iterations: Annotated[
-        int | None, typer.Option(help="Iterations that count, after 5 that are only watched.")
+        int | None,
+        typer.Option(min=1, help="Iterations that count, after 5 that are only watched."),
     ] = None,
     global_batch: Annotated[
-        int | None, typer.Option(help="Sequences of an iteration. Default: the preset's.")
+        int | None, typer.Option(min=1, help="Sequences of an iteration. Default: the preset's.")
     ] = None,
-    slots: Annotated[int, typer.Option(help="Spare expert slots of a rank and layer.")] = 2,
+    slots: Annotated[int, typer.Option(min=0, help="Spare expert slots of a rank and layer.")] = 2,
     timeline: Annotated[
         int | None,
         typer.Option(help="Iteration of the trace whose events are kept. Default: the first."),
@@ -173,8 +178,6 @@ def simulate(
     html: Annotated[Path | None, typer.Option(help="Write a page with figures.")] = None,
 ) -> None:
     """Simulate a job under several systems: time, memory, balance, traffic. Needs no GPU."""
-    from rich.console import Console
-
     from megatron_fssdp.simulation.systems import Options
     from megatron_fssdp.tools import simulate as tool
 
@@ -191,7 +194,7 @@ def simulate(
             timeline=timeline,
             keeps_events=any((json, chrome_trace, html)),
         )
-        result = tool.run(request, Console())
+        result = tool.run(request, _console())
         for path in tool.write_files(result, json, chrome_trace, html):
             typer.echo(f"wrote {path}")
 
@@ -204,16 +207,14 @@ app.add_typer(trace_app, name="trace")
 def trace_info(
     path: Annotated[Path, typer.Argument(help="Folder or file.")],
     ranks: Annotated[
-        int | None, typer.Option(help="Source ranks, where the trace does not tell them.")
+        int | None, typer.Option(min=1, help="Source ranks, where the trace does not tell them.")
     ] = None,
 ) -> None:
     """Show a trace's size and how uneven its loads are."""
-    from rich.console import Console
-
     from megatron_fssdp.tools import traces as tool
 
     with _user_errors("trace info"):
-        tool.show_info(tool.open_any(path, ranks), Console())
+        tool.show_info(tool.open_any(path, ranks), _console())
 
 
 @trace_app.command("import")
@@ -227,22 +228,22 @@ def trace_import(
     ],
     folder: Annotated[Path, typer.Argument(help="Folder to write the trace to.")],
     ranks: Annotated[
-        int | None, typer.Option(help="Source ranks to deal tokens out to, where none are told.")
+        int | None,
+        typer.Option(min=1, help="Source ranks to deal tokens out to, where none are told."),
     ] = None,
     experts: Annotated[
-        int | None, typer.Option(help="Experts of a layer, where only chosen ones are named.")
+        int | None,
+        typer.Option(min=1, help="Experts of a layer, where only chosen ones are named."),
     ] = None,
 ) -> None:
     """Turn what another program recorded into a trace."""
-    from rich.console import Console
-
     from megatron_fssdp.simulation.traces import write_trace
     from megatron_fssdp.tools import traces as tool
 
     with _user_errors("trace import"):
         trace = tool.open_any(source, ranks, experts)
         write_trace(trace, folder)
-        tool.show_info(trace, Console())
+        tool.show_info(trace, _console())
     typer.echo(f"wrote {folder}")
 
 
@@ -252,18 +253,18 @@ def trace_generate(
     kind: Annotated[
         str, typer.Option(help="even, zipf, drift, bursts, hot-rank or domains.")
     ] = "zipf",
-    experts: Annotated[int, typer.Option(help="E.")] = 64,
-    ranks: Annotated[int, typer.Option(help="Source ranks.")] = 8,
-    layers: Annotated[int, typer.Option(help="MoE layers.")] = 4,
-    iterations: Annotated[int, typer.Option(help="Iterations.")] = 50,
-    tokens: Annotated[int, typer.Option(help="Tokens of a source rank in an iteration.")] = 8192,
-    topk: Annotated[int, typer.Option(help="Experts of a token.")] = 8,
+    experts: Annotated[int, typer.Option(min=1, help="E.")] = 64,
+    ranks: Annotated[int, typer.Option(min=1, help="Source ranks.")] = 8,
+    layers: Annotated[int, typer.Option(min=1, help="MoE layers.")] = 4,
+    iterations: Annotated[int, typer.Option(min=1, help="Iterations.")] = 50,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a source rank in an iteration.")
+    ] = 8192,
+    topk: Annotated[int, typer.Option(min=1, help="Experts of a token.")] = 8,
     skew: Annotated[float, typer.Option(help="Zipf exponent of the experts' shares.")] = 0.8,
-    seed: Annotated[int, typer.Option(help="The same seed makes the same trace.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed makes the same trace.")] = 0,
 ) -> None:
     """Make a trace up."""
-    from rich.console import Console
-
     from megatron_fssdp.simulation import generate
     from megatron_fssdp.simulation.traces import write_trace
     from megatron_fssdp.tools import traces as tool
@@ -280,7 +281,7 @@ def trace_generate(
         )
         trace = generate.generate(kind, shape, seed)
         write_trace(trace, folder)
-        tool.show_info(trace, Console())
+        tool.show_info(trace, _console())
     typer.echo(f"wrote {folder}")
 
 
@@ -314,21 +315,23 @@ def tune(
         str, typer.Option(help="Preset in configs/models, or a file like one: RUN/model.yaml.")
     ],
     cluster: Annotated[str, typer.Option(help="Cluster in configs/clusters, or a cluster file.")],
-    trace: Annotated[str, typer.Option(help="Recorded loads: a folder or file.")],
+    trace: Annotated[
+        str, typer.Option(help="Recorded loads (a folder or file), or zipf:EXPONENT, made up.")
+    ],
     nodes: Annotated[
-        int | None, typer.Option(help="Nodes of the cluster. Default: the preset's fewest.")
+        int | None, typer.Option(min=1, help="Nodes of the cluster. Default: the preset's fewest.")
     ] = None,
     iterations: Annotated[
         int | None,
-        typer.Option(help="Iterations that count, after 5 that are only watched. Default: all."),
+        typer.Option(
+            min=1, help="Iterations that count, after 5 that are only watched. Default: all."
+        ),
     ] = None,
     global_batch: Annotated[
-        int | None, typer.Option(help="Sequences of an iteration. Default: the preset's.")
+        int | None, typer.Option(min=1, help="Sequences of an iteration. Default: the preset's.")
     ] = None,
 ) -> None:
     """Search the flags that make a job fastest, and say what they are worth, or to leave it off."""
-    from rich.console import Console
-
     from megatron_fssdp.tools import tune as tool
 
     with _user_errors("tune"):
@@ -336,11 +339,29 @@ def tune(
             model,
             cluster,
             trace,
-            Console(),
+            _console(),
             nodes=nodes,
             iterations=iterations,
             global_batch=global_batch,
         )
+
+
+def _split(flag: str, words: str) -> list[str]:
+    """Split a flag's value as a shell does."""
+    try:
+        return shlex.split(words)
+    except ValueError as error:
+        raise ValueError(f"{flag} {words}: {error}") from None
+
+
+def _console() -> "Console":
+    """Return a console wide enough for the tables, where no terminal sets the width."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, LEAST_WIDTH)
+    return console
 
 
 @contextmanager

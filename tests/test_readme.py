@@ -17,6 +17,8 @@ from megatron_fssdp import config as config_module
 from megatron_fssdp.config import FSSDPConfig, flag_of
 
 ROOT = Path(__file__).parent.parent
+# A line of one word in capitals.
+PLACEHOLDER = re.compile(r"^\s*[A-Z][A-Z0-9_-]+[.:]?\s*$", re.M)
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -64,6 +66,15 @@ def test_readme_speaks_of_the_project_alone() -> None:
     for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("patches/*.md")):
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"@[A-Z_]+@|TODO|/root/|/work/|/tmp/", text), path
+        # A word that something was to be put in the place of.
+        assert not (found := PLACEHOLDER.search(text)), f"{path}: {found}"
+
+
+def test_a_placeholder_is_found() -> None:
+    for line in ("MEASURED", "RESULTS_TABLE", "  FIGURE-1", "TABLE:", "XXX."):
+        assert PLACEHOLDER.search(f"Text.\n\n{line}\nMore.\n"), line
+    for line in ("NCCL and MPI", "A", "| A |", "## FAQ", "DRY_RUN=1 sbatch x", "Mixed"):
+        assert not PLACEHOLDER.search(f"Text.\n\n{line}\nMore.\n"), line
 
 
 def test_cpu_example_trains() -> None:

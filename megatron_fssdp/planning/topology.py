@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_fssdp.planning.files import check_cluster, read_yaml
 from megatron_fssdp.planning.plan import Int64Array
 
 
@@ -137,15 +138,11 @@ def read_cluster(path: str | Path) -> dict[str, Any]:
         and `cost.ComputeRate.from_mapping` take.
 
     Raises:
-        ValueError: if the file is not a mapping with a `topology`.
+        ValueError: if the file is not a mapping with a `topology`, or a number in it cannot be.
     """
-    # Imported here so that planning itself needs numpy only.
-    import yaml
-
-    values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    if not isinstance(values, dict) or "topology" not in values:
-        raise ValueError(f"{path} is no cluster file: it has no 'topology' part")
-    return values
+    values = read_yaml(path)
+    check_cluster(values, path)
+    return dict(values)
 
 
 def read_topology(path: str | Path, num_ranks: int | None = None) -> Topology:

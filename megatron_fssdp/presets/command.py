@@ -21,6 +21,7 @@ from megatron_fssdp.presets.files import (
     to_words,
 )
 from megatron_fssdp.presets.layout import Layout, estimate_memory, read_layout
+from megatron_fssdp.presets.sizes import RESERVED_BYTES, usable_bytes
 
 # Whose links the cost model takes where no cluster file is given (planning/topology.py).
 DEFAULT_CLUSTER = "h100_dgx"
@@ -120,9 +121,10 @@ def build_command(request: Request) -> Command:
             choose_layout(preset, request.num_gpus),
             _fssdp_flags(request, str(path), cluster),
             _mock_data(preset.args, user, notes),
-            user,
         ]
     )
+    _check_values(user, args)
+    args = merge([args, user])
     layout = read_layout(args, request.num_gpus)
     _check_gpu(args, cluster)
     if request.checks_memory:
@@ -133,6 +135,15 @@ def build_command(request: Request) -> Command:
         env={**preset.env, **layout_environment(layout, _capability(cluster))},
         notes=notes,
     )
+
+
+def _check_values(user: Args, preset: Args) -> None:
+    """Refuse a flag without a value where the preset has one."""
+    for flag, value in user.items():
+        is_switch = isinstance(preset.get(flag, True), bool)
+        if value == "" or (value is True and not is_switch):
+            example = "" if is_switch else f", such as {flag}={preset[flag]}"
+            raise ValueError(f"{flag} needs a value{example}; {flag}=false drops it")
 
 
 def _fssdp_flags(request: Request, cluster_path: str, cluster: Mapping[str, Any]) -> Args:
@@ -217,13 +228,15 @@ def _check_memory(
     available = cluster.get("gpu", {}).get("memory_bytes")
     if available is None:
         return
+    available = float(available)
     memory = estimate_memory(args, request.num_gpus)
     found = (
         f"weights, gradients and optimizer state {memory.state / 1e9:.0f} GB, replicas "
         f"{memory.replicas / 1e9:.1f} GB, activations about {memory.activations / 1e9:.0f} GB; "
-        f"a GPU of {cluster.get('name')} has {available / 1e9:.0f} GB"
+        f"a GPU of {cluster.get('name')} has {available / 1e9:.0f} GB, {RESERVED_BYTES / 1e9:.0f} "
+        "of them for CUDA and NCCL"
     )
-    if memory.state + memory.replicas > available:
+    if memory.state + memory.replicas > usable_bytes(available):
         raise ValueError(
             f"{request.preset} does not fit {request.num_gpus} GPUs: {found}. Use more nodes, "
             "another layout (--set), a --cluster with more memory, or --no-check-memory"

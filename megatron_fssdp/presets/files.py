@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_fssdp.planning.files import read_yaml
+
 # Flag -> value: a str, a number, a list of them, True (a switch) or False (not given).
 Args = dict[str, Any]
 
@@ -97,13 +99,17 @@ def read_preset(name: str) -> Preset:
     Raises:
         ValueError: there is no such file, or it lacks a part.
     """
-    import yaml
-
     path = find_file("models", name)
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    values = read_yaml(path)
     if not isinstance(values, dict) or not isinstance(values.get("MODEL_ARGS"), dict):
         raise ValueError(f"{path} is no model file: it has no MODEL_ARGS part")
-    layouts, fssdp_args = values.get("LAYOUTS", {}), values.get("FSSDP_ARGS", {})
+    layouts, fssdp_args = values.get("LAYOUTS") or {}, values.get("FSSDP_ARGS") or {}
+    env = values.get("ENV_VARS") or {}
+    if not isinstance(layouts, dict) or not all(type(nodes) is int for nodes in layouts):
+        raise ValueError(f"{path}: LAYOUTS is no mapping from numbers of nodes to flags")
+    for part in (values["MODEL_ARGS"], fssdp_args, *layouts.values(), env):
+        if not isinstance(part, dict):
+            raise ValueError(f"{path}: {part!r} is no mapping of names to values")
     for part in (values["MODEL_ARGS"], fssdp_args, *layouts.values()):
         wrong = [flag for flag in part if not str(flag).startswith("--")]
         if wrong:
@@ -116,7 +122,7 @@ def read_preset(name: str) -> Preset:
         title=values.get("title", path.stem),
         source=values.get("source", {}),
         parameters=values.get("parameters", {}),
-        env={key: str(value) for key, value in values.get("ENV_VARS", {}).items()},
+        env={key: str(value) for key, value in env.items()},
         args=values["MODEL_ARGS"],
         fssdp_args=fssdp_args,
         layouts={nodes * GPUS_PER_NODE: layouts[nodes] for nodes in sorted(layouts)},

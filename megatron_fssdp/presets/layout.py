@@ -18,6 +18,18 @@ from megatron_fssdp.presets.sizes import (
     count_parameters,
 )
 
+# Flags that sizes are computed from.
+COUNTS = (
+    *("--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads"),
+    *("--num-query-groups", "--kv-channels", "--seq-length", "--max-position-embeddings"),
+    *("--padded-vocab-size", "--micro-batch-size", "--global-batch-size", "--num-experts"),
+    *("--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size", "--moe-router-topk"),
+    *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"),
+    *("--expert-model-parallel-size", "--expert-tensor-parallel-size"),
+    *("--num-virtual-stages-per-pipeline-rank",),
+    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -67,6 +79,10 @@ def read_layout(args: Args, num_gpus: int) -> Layout:
     Raises:
         ValueError: they do not; the message has the flags and the numbers.
     """
+    for flag in COUNTS:
+        if flag in args and not (type(args[flag]) is int and args[flag] > 0):
+            given = "" if args[flag] is True else f" {args[flag]}"
+            raise ValueError(f"{flag}{given}: give it a whole number of at least 1")
     tp, pp, cp, ep = (
         args.get(f"--{name}-parallel-size", 1)
         for name in ("tensor-model", "pipeline-model", "context", "expert-model")

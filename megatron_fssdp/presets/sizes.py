@@ -20,6 +20,11 @@ RESERVED_BYTES = 4e9
 GRAD_BYTES, MASTER_BYTES, ADAM_BYTES = 4, 4, 8
 
 
+def usable_bytes(memory_bytes: float) -> float:
+    """Return what a job may take of a GPU's memory: all of it, without `RESERVED_BYTES`."""
+    return memory_bytes - RESERVED_BYTES
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Parameters by part.

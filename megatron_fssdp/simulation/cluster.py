@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from megatron_fssdp.planning.cost import ComputeRate
 from megatron_fssdp.planning.topology import NETWORK, NVLINK, LinkClass, Topology, read_cluster
+from megatron_fssdp.presets.sizes import usable_bytes
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -62,6 +63,11 @@ class Cluster:
     shared_cores: int | None = None
     has_fused_kernels: bool = True
     memory_bytes: float | None = None
+
+    @property
+    def usable_bytes(self) -> float | None:
+        """Memory of a rank that a job may take; see `presets.sizes.usable_bytes`."""
+        return None if self.memory_bytes is None else usable_bytes(self.memory_bytes)
 
     def nodes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return the node of each rank of a group, numbered from 0 as they appear."""

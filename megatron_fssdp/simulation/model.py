@@ -218,7 +218,13 @@ def job_from_flags(args: Mapping[str, Any], name: str, num_ranks: int) -> Job:
         shape = _shape(args, name)
     except KeyError as error:
         raise ValueError(f"{name} lacks the flag {error}") from error
-    modules = str(args.get("--recompute-modules", "core_attn")).split()
+    # From a YAML file a list, from a command line words or one word of them.
+    given = args.get("--recompute-modules", "core_attn")
+    modules = [
+        word
+        for each in (given if isinstance(given, list) else [given])
+        for word in str(each).split()
+    ]
     recompute: Recompute = "none"
     if args.get("--recompute-granularity") == "full":
         recompute = "full"

@@ -2,7 +2,8 @@
 
 """Search the settings that make a job fastest on its trace, and say what they are worth.
 
-One setting after the other is varied, the best kept: replica slots and whether replicas are kept or
+One setting after the other is varied, and the default kept unless another value is surely faster:
+replica slots and whether replicas are kept or
 re-materialized together, then predictor, balance tolerance and re-sharding interval. Settings are
 chosen on the first half of the iterations and judged on the second, so that luck in choosing does
 not count as gain. The gain's interval is a bootstrap over blocks of iterations, which follow each
@@ -32,8 +33,12 @@ PREDICTORS = ("exponential", "sliding", "last")
 TOLERANCES = (0.01, 0.05, 0.1)
 INTERVALS = (0, 25, 100)
 
-# Candidates this close in time are equal: the one with less memory is taken.
-EQUAL = 0.002
+# A setting must surely be faster by this to replace a default, and candidates this close in time
+# are equal: the one with less memory is taken.
+EQUAL = 0.005
+# Held-out iterations without which there is neither an interval nor a verdict: blocks of 3 of fewer
+# than 8 hardly differ.
+LEAST_HELD_OUT = 8
 # A gain whose interval does not exceed this is not worth a flag.
 LEAST_GAIN = 1.01
 DRAWS = 2000
@@ -114,7 +119,7 @@ class Advice:
         tried: all candidates, in the order in which they were tried.
         best: the fastest that fits; None: none fits.
         gain: EP's mean iteration over the best's, over the iterations that nothing was chosen on.
-        low, high: its 95 % interval.
+        low, high: its 95 % interval, where there `is_enough`.
         notes: what a reader must know.
     """
 
@@ -127,9 +132,20 @@ class Advice:
     notes: tuple[str, ...]
 
     @property
+    def held_out(self) -> int:
+        """Iterations that the gain is judged on."""
+        number = len(self.ep.iteration_s)
+        return number - halves(self.ep.iteration_s) if number > 1 else 0
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether there are iterations enough for an interval and a verdict."""
+        return self.held_out >= LEAST_HELD_OUT
+
+    @property
     def is_worth_it(self) -> bool:
         """Whether FSSDP should be on."""
-        return self.best is not None and self.low > LEAST_GAIN
+        return self.is_enough and self.best is not None and self.low > LEAST_GAIN
 
 
 def halves(iteration_I: Float64Array) -> int:
@@ -168,7 +184,9 @@ def tune(
     notes: list[str] = []
     ep = run("ep", Options())
     tried: dict[Settings, Tried] = {}
-    best, room = Settings(), cluster.memory_bytes
+    default = Settings()
+    best = replace(default, num_replica_slots=min(default.num_replica_slots, _most_slots(job)))
+    room = cluster.usable_bytes
     for candidates in _rounds(job, len(ep.iteration_s)):
         for settings in candidates(best):
             if settings not in tried:
@@ -186,21 +204,21 @@ def tune(
             fitting = list(tried.values())
         if not fitting:
             break
-        best = _choose(fitting).settings
+        best = _choose(fitting, tried.get(best)).settings
     found = tried[best] if tried[best].fits else None
     gain, low, high = bootstrap(ep.iteration_s, tried[best].result.iteration_s)
-    if len(ep.iteration_s) < 8:
-        notes.append(
-            f"only {len(ep.iteration_s)} iterations: record more, the interval is hardly one"
-        )
     return Advice(ep, tuple(tried.values()), found, gain, low, high, tuple(notes))
+
+
+def _most_slots(job: Job) -> int:
+    """Return the slots that can be filled: as many as others have experts."""
+    owned = job.shape.num_experts // job.layout.ep
+    return max(job.shape.num_experts - owned, 1)
 
 
 def _rounds(job: Job, num_iterations: int) -> Iterator[Callable[[Settings], list[Settings]]]:
     """Yield what to vary, one setting at a time, around the best so far."""
-    owned = job.shape.num_experts // job.layout.ep
-    # More slots than others' experts cannot be filled.
-    slots = [each for each in SLOTS if each <= max(job.shape.num_experts - owned, 1)]
+    slots = [each for each in SLOTS if each <= _most_slots(job)]
     yield lambda best: [
         replace(best, num_replica_slots=each, rematerializes=drops)
         for each in slots
@@ -213,13 +231,27 @@ def _rounds(job: Job, num_iterations: int) -> Iterator[Callable[[Settings], list
     yield lambda best: [replace(best, reshard_interval=each) for each in seen]
 
 
-def _choose(tried: list[Tried]) -> Tried:
-    """Return the fastest; of equal ones that with the least memory, then the fewest flags."""
-    fastest = min(each.choice_s() for each in tried)
-    near = [each for each in tried if each.choice_s() <= fastest * (1 + EQUAL)]
+def _choose(fitting: list[Tried], so_far: Tried | None) -> Tried:
+    """Return the best so far unless others are surely faster; of those the fastest.
+
+    Of equally fast ones it is that with the least memory, then the fewest flags.
+    """
+    if so_far is not None and so_far.fits:
+        fitting = [each for each in fitting if _is_surely_faster(each, so_far)]
+        if not fitting:
+            return so_far
+    fastest = min(each.choice_s() for each in fitting)
+    near = [each for each in fitting if each.choice_s() <= fastest * (1 + EQUAL)]
     return min(
         near, key=lambda each: (each.result.peak_bytes or 0, len(each.settings.flags.split()))
     )
+
+
+def _is_surely_faster(one: Tried, other: Tried) -> bool:
+    """Whether it is, by more than `EQUAL`, on the iterations that settings are chosen on."""
+    number = halves(one.result.iteration_s)
+    _, low, _ = _ratio(other.result.iteration_s[:number], one.result.iteration_s[:number])
+    return low > 1 + EQUAL
 
 
 def bootstrap(
@@ -227,16 +259,22 @@ def bootstrap(
 ) -> tuple[float, float, float]:
     """Return the gain and its 95 % interval, over the iterations that nothing was chosen on.
 
-    Blocks of iterations are drawn, of both systems alike: neighbours resemble each other, and both
-    see the same loads. Blocks are as long as the square root of the iterations, rounded.
-
     Args:
         ep_I: (I,) seconds of plain EP's iterations.
         fssdp_I: (I,) seconds of the same iterations with the candidate.
         seed: of the draws.
     """
     first = halves(ep_I) if len(ep_I) > 1 else 0
-    pairs = np.stack([ep_I[first:], fssdp_I[first:]])
+    return _ratio(ep_I[first:], fssdp_I[first:], seed)
+
+
+def _ratio(slow_I: Float64Array, fast_I: Float64Array, seed: int = 0) -> tuple[float, float, float]:
+    """Return the ratio of the means and its 95 % interval.
+
+    Blocks of iterations are drawn, of both systems alike: neighbours resemble each other, and both
+    see the same loads. Blocks are as long as the square root of the iterations, rounded.
+    """
+    pairs = np.stack([slow_I, fast_I])
     number = pairs.shape[1]
     length = max(round(number**0.5), 1)
     blocks = -(-number // length)

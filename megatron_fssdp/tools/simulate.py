@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -16,15 +17,13 @@ from megatron_fssdp.presets.files import find_file
 from megatron_fssdp.simulation.cluster import Cluster, load_cluster
 from megatron_fssdp.simulation.model import Job, read_job
 from megatron_fssdp.simulation.report import write_report
+from megatron_fssdp.simulation.report.words import gigabytes
 from megatron_fssdp.simulation.result import Result, SystemResult, write_result
 from megatron_fssdp.simulation.simulate import WARM_UP, simulate
-from megatron_fssdp.simulation.spread import Trace, ZipfTrace
+from megatron_fssdp.simulation.spread import Trace
 from megatron_fssdp.simulation.systems import SYSTEMS, Options
 from megatron_fssdp.simulation.timeline import chrome_trace
-from megatron_fssdp.simulation.traces import open_trace
-
-# Iterations of a generated trace, and of a long recorded one, if nothing else is asked for.
-DEFAULT_ITERATIONS = 20
+from megatron_fssdp.tools.traces import DEFAULT_ITERATIONS, open_loads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +52,7 @@ def run(request: Request, console: Console) -> Result:
     num_ranks = None if request.nodes is None else request.nodes * cluster.ranks_per_node
     changes = {} if request.global_batch is None else {"--global-batch-size": request.global_batch}
     job = read_job(request.model, num_ranks, changes)
-    trace = _trace(request, job)
+    trace = open_loads(request.trace, job, request.iterations)
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -83,26 +82,6 @@ def run(request: Request, console: Console) -> Result:
     return result
 
 
-def _trace(request: Request, job: Job) -> Trace:
-    kind, colon, value = request.trace.partition(":")
-    if kind == "zipf" and colon:
-        try:
-            exponent = float(value)
-        except ValueError:
-            raise ValueError(
-                f"--trace {request.trace}: write zipf:EXPONENT, such as zipf:0.8"
-            ) from None
-        return ZipfTrace(
-            exponent=exponent,
-            num_experts=job.shape.num_experts,
-            num_layers=len(job.shape.moe_layers),
-            num_ranks=job.layout.ep,
-            num_iterations=(request.iterations or DEFAULT_ITERATIONS) + WARM_UP,
-            tokens=job.tokens_per_rank * job.shape.topk,
-        )
-    return open_trace(request.trace, num_experts=job.shape.num_experts)
-
-
 def _timelines(request: Request, trace: Trace) -> tuple[int, ...]:
     """Which iterations' events to keep: the one asked for, or the first that counts."""
     if request.timeline is None:
@@ -124,7 +103,10 @@ def show(result: Result, job: Job, cluster: Cluster, console: Console) -> None:
         title=f"Simulated: {result.model} on {result.num_nodes} x {result.cluster}, "
         f"{len(result.iterations)} iterations of {result.trace}",
         caption=layout,
-        pad_edge=False,
+        # Within the 80 columns of a terminal: no lines between columns.
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        show_edge=False,
     )
     table.add_column("system", no_wrap=True)
     has_ep = any(system.name == "ep" for system in result.systems)
@@ -141,7 +123,7 @@ def show(result: Result, job: Job, cluster: Cluster, console: Console) -> None:
     ):
         table.add_column(name, justify="right", no_wrap=True)
     for system in result.systems:
-        table.add_row(*_row(result, system, over, cluster.memory_bytes))
+        table.add_row(*_row(result, system, over, cluster.usable_bytes))
     console.print(table)
     before = float(result.owner_straggler_IL.mean())
     console.print(
@@ -152,19 +134,19 @@ def show(result: Result, job: Job, cluster: Cluster, console: Console) -> None:
     )
     for note in result.notes:
         console.print(f"- {note}")
-    if any(_overflows(system, cluster.memory_bytes) for system in result.systems):
+    if any(_overflows(system, cluster.usable_bytes) for system in result.systems):
         console.print(
-            f"! needs more than the {cluster.memory_bytes or 0:.3g} bytes of a {cluster.name} GPU: "
-            "more nodes, smaller micro-batches or recomputation"
+            f"! needs more than {gigabytes(cluster.usable_bytes or 0)}, what CUDA and NCCL leave "
+            f"of a {cluster.name} GPU: more nodes, smaller micro-batches or recomputation"
         )
 
 
-def _overflows(system: SystemResult, memory_bytes: float | None) -> bool:
-    return memory_bytes is not None and (system.peak_bytes or 0) > memory_bytes
+def _overflows(system: SystemResult, usable_bytes: float | None) -> bool:
+    return usable_bytes is not None and (system.peak_bytes or 0) > usable_bytes
 
 
 def _row(
-    result: Result, system: SystemResult, over: str, memory_bytes: float | None
+    result: Result, system: SystemResult, over: str, usable_bytes: float | None
 ) -> Sequence[str]:
     peak = (system.peak_bytes or 0) / 1e9
     return (
@@ -176,7 +158,7 @@ def _row(
         f"{system.straggler_IL.mean():.2f}",
         f"{system.replicas_I.mean():.0f}",
         f"{system.far_bytes_I.mean() / 1e9:.3g}",
-        f"{peak:.1f}" + (" !" if _overflows(system, memory_bytes) else ""),
+        f"{peak:.1f}" + (" !" if _overflows(system, usable_bytes) else ""),
     )
 
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from megatron_fssdp.simulation import importers
+from megatron_fssdp.simulation import importers, spread
 from megatron_fssdp.simulation.measured import straggler
+from megatron_fssdp.simulation.model import Job
+from megatron_fssdp.simulation.simulate import WARM_UP
 from megatron_fssdp.simulation.traces import Trace, open_trace, owned_loads
 
+# Iterations of a generated trace, and of a long recorded one, if nothing else is asked for.
+DEFAULT_ITERATIONS = 20
 # Iterations that `show_info` looks at, evenly chosen.
 MOST_LOOKED_AT = 200
 
@@ -34,6 +39,39 @@ def open_any(path: Path, num_ranks: int | None = None, num_experts: int | None =
     tables = [_load(file) for file in files]
     counts_ILRE, notes = importers.from_dumps(tables, str(path), num_ranks or 1)
     return Trace.of(counts_ILRE, str(path), tuple(notes))
+
+
+def open_loads(name: str, job: Job, num_iterations: int | None = None) -> spread.Trace:
+    """Open what `--trace` names: a folder or file, or `zipf:EXPONENT`, made up for the job.
+
+    Args:
+        name: of the command line.
+        job: whose sizes made-up loads have.
+        num_iterations: of made-up loads, after the warm-up; None: `DEFAULT_ITERATIONS`.
+
+    Raises:
+        ValueError: it cannot be read, or the exponent is none.
+    """
+    kind, colon, value = name.partition(":")
+    if kind != "zipf" or not colon:
+        return open_trace(name, num_experts=job.shape.num_experts)
+    try:
+        exponent = float(value)
+    except ValueError:
+        exponent = math.nan
+    # No NaN passes; above 10 one expert draws everything.
+    if not 0 <= exponent <= 10:
+        raise ValueError(
+            f"--trace {name}: write zipf:EXPONENT with 0 (even) to 10, such as zipf:0.8"
+        )
+    return spread.ZipfTrace(
+        exponent=exponent,
+        num_experts=job.shape.num_experts,
+        num_layers=len(job.shape.moe_layers),
+        num_ranks=job.layout.ep,
+        num_iterations=(num_iterations or DEFAULT_ITERATIONS) + WARM_UP,
+        tokens=job.tokens_per_rank * job.shape.topk,
+    )
 
 
 def _load(file: Path) -> Any:

@@ -11,8 +11,9 @@ from megatron_fssdp.presets.files import find_file
 from megatron_fssdp.simulation.cluster import load_cluster
 from megatron_fssdp.simulation.model import read_job
 from megatron_fssdp.simulation.report.words import gigabytes, seconds
-from megatron_fssdp.simulation.traces import open_trace
-from megatron_fssdp.simulation.tune import Advice, tune
+from megatron_fssdp.simulation.simulate import WARM_UP
+from megatron_fssdp.simulation.tune import LEAST_HELD_OUT, Advice, tune
+from megatron_fssdp.tools.traces import open_loads
 
 
 def run(
@@ -34,7 +35,7 @@ def run(
     num_ranks = None if nodes is None else nodes * machine.ranks_per_node
     changes = {} if global_batch is None else {"--global-batch-size": global_batch}
     job = read_job(model, num_ranks, changes)
-    loads = open_trace(trace, num_experts=job.shape.num_experts)
+    loads = open_loads(trace, job, iterations)
     with Console(stderr=True).status("simulating plain EP") as status:
         advice = tune(
             job,
@@ -58,7 +59,7 @@ def show(advice: Advice, console: Console, notes: tuple[str, ...] = ()) -> None:
     rows = [("--moe-parallel ep", ep, True)]
     rows += [(each.settings.flags, each.result, each.fits) for each in advice.tried]
     for flags, result, fits in rows:
-        is_best = advice.best is not None and result is advice.best.result
+        is_best = advice.is_enough and advice.best is not None and result is advice.best.result
         memory = "-" if result.peak_bytes is None else gigabytes(result.peak_bytes)
         table.add_row(
             flags.removeprefix("--moe-parallel fssdp ").replace("--fssdp-", ""),
@@ -83,6 +84,13 @@ def advise(advice: Advice) -> list[str]:
             "Leave it off: no setting fits in memory. Free some first: more nodes, recomputation, "
             "or a smaller micro-batch.",
             "    --moe-parallel ep",
+        ]
+    if not advice.is_enough:
+        needed = 2 * LEAST_HELD_OUT
+        return [
+            f"No verdict: {len(advice.ep.iteration_s)} iterations after the warm-up are too few. "
+            f"Choosing takes one half and judging the other, of at least {LEAST_HELD_OUT}: record "
+            f"{needed + WARM_UP} iterations or more, and leave out --iterations, or give {needed}."
         ]
     gain = f"{advice.gain:.3f} (95 %: {advice.low:.3f} to {advice.high:.3f})"
     if not advice.is_worth_it:

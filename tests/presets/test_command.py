@@ -131,7 +131,7 @@ def test_memory_is_checked_against_the_cluster() -> None:
     assert (
         "mixtral_8x7b does not fit 8 GPUs: weights, gradients and optimizer state 114 GB" in message
     )
-    assert "a GPU of h100_dgx has 80 GB. Use more nodes" in message
+    assert "a GPU of h100_dgx has 80 GB, 4 of them for CUDA and NCCL. Use more nodes" in message
     assert run("--preset", "mixtral_8x7b", "--cluster", "h200_dgx", "--dry-run")[0] == 0
     assert run("--preset", "mixtral_8x7b", "--no-check-memory", "--dry-run")[0] == 0
     _, _, notes = run("--preset", "qwen3_235b_a22b", "--nodes", "8", "--dry-run")
@@ -160,6 +160,15 @@ def test_gpus_without_bf16_say_what_to_set() -> None:
         ),
         (("--preset", "deepseek_v3"), "DeepSeek-V3 does not fit 8 GPUs"),
         ((*MIXTRAL, "--set", "lr=1"), "'lr=1' is no flag; flags start with --"),
+        ((*MIXTRAL, "--set", "--lr"), "--lr needs a value, such as --lr=1e-4; --lr=false drops"),
+        ((*MIXTRAL, "--set", "--swiglu="), "--swiglu needs a value; --swiglu=false drops it"),
+        (
+            (*MIXTRAL, "--set", "--micro-batch-size=abc"),
+            "--micro-batch-size abc: give it a whole number of at least 1",
+        ),
+        ((*MIXTRAL, "--set", "--global-batch-size=0"), "--global-batch-size 0: give it a whole"),
+        ((*MIXTRAL, "--data-path", '"x'), '--data-path "x: No closing quotation'),
+        ((*MIXTRAL, "--set", '"--lr'), '--set "--lr: No closing quotation'),
         ((*MIXTRAL, "--script", "none.py"), "there is no file none.py; give Megatron-LM's or"),
         (MIXTRAL, "4 nodes find each other by --master-addr (or the variable MASTER_ADDR)"),
         ((*MIXTRAL, "--master-addr", "a"), "4 nodes find each other by --node-rank"),

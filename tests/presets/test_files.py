@@ -54,6 +54,18 @@ def test_no_preset_forces_the_balance_or_hides_missing_weights(name: str) -> Non
     assert not {"--moe-router-force-load-balancing", "--dist-ckpt-strictness"} & flags
 
 
+def test_balance_losses_are_those_of_the_source() -> None:
+    """Qwen3's report: over the global batch; Mixtral: Megatron's value, beside the config's."""
+    for name in ("qwen3_30b_a3b", "qwen3_235b_a22b"):
+        args = read_preset(name).args
+        assert args["--moe-router-load-balancing-type"] == "global_aux_loss"
+        assert float(args["--moe-aux-loss-coeff"]) == 1e-3
+    for name, published in (("mixtral_8x7b", "(0.02)"), ("mixtral_8x22b", "(0.001)")):
+        preset = read_preset(name)
+        assert float(preset.args["--moe-aux-loss-coeff"]) == 1e-2
+        assert f"router_aux_loss_coef {published}" in preset.source["training"]
+
+
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_clusters_name_their_source(name: str) -> None:
     path = find_file("clusters", name)
@@ -61,6 +73,9 @@ def test_clusters_name_their_source(name: str) -> None:
     assert values["name"] == name
     assert len(values["source"]) > 40
     assert values["gpu"]["memory_bytes"] > 1e10
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if "latency_s" in line or "group_floor_s" in line:
+            assert "assumption" in line, line
     topology = read_topology(path, 144)
     assert topology.intra_node.bytes_per_s > topology.inter_node.bytes_per_s
     assert values["topology"]["ranks_per_node"] == (72 if name == "gb200_nvl72" else 8)

@@ -8,12 +8,14 @@ from megatron_fssdp.presets.files import (
     CONFIGS,
     Args,
     choose_layout,
+    find_file,
     list_names,
     merge,
     read_preset,
 )
-from megatron_fssdp.presets.layout import estimate_memory, read_layout
-from megatron_fssdp.presets.sizes import count_parameters
+from megatron_fssdp.presets.layout import Memory, estimate_memory, read_layout
+from megatron_fssdp.presets.sizes import RESERVED_BYTES, count_parameters
+from megatron_fssdp.simulation.cluster import load_cluster
 
 GB = 1e9
 # Layouts that need more than the 80 GB of an A100 or H100, as the model files say.
@@ -155,3 +157,11 @@ def test_layer_patterns() -> None:
     for wrong in ("[0]*3", "__import__('os')", "([1]*60)+['x']"):
         with pytest.raises(ValueError, match="--moe-layer-freq"):
             count_parameters({**args, "--moe-layer-freq": wrong})
+
+
+def test_the_reserve_is_the_same_everywhere() -> None:
+    """`train`'s estimate adds what `simulate` and `tune` leave free."""
+    cluster = load_cluster(find_file("clusters", "h100_dgx"))
+    assert cluster.memory_bytes is not None
+    assert cluster.usable_bytes == cluster.memory_bytes - RESERVED_BYTES == 76e9
+    assert Memory(state=0, replicas=0, activations=76e9).total == cluster.memory_bytes

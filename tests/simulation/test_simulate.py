@@ -291,3 +291,11 @@ def test_link_latency_counts_once_an_exchange() -> None:
     )
     # 2 layers x 4 exchanges; dense gradients of 2 layers and the outer part: 2 passes of 2 steps.
     assert second - first == pytest.approx(2 * 4 + 3 * 2 * 2)
+
+
+@pytest.mark.parametrize("given", ["moe", "core_attn moe", ["core_attn", "moe"]])
+def test_recompute_modules_of_a_file_and_of_words(given: object) -> None:
+    job = make_job(recompute_granularity="selective", recompute_modules=given)
+    assert job.recompute == "moe"
+    other = make_job(recompute_granularity="selective", recompute_modules=["moe_act"])
+    assert other.recompute == "none"

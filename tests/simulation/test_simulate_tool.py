@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_fssdp.cli import app
+from megatron_fssdp.presets.files import find_file
 from megatron_fssdp.simulation.result import read_result
 
 COMMAND = "simulate --model gpt_moe_s --cluster a100_hgx --nodes 1 --global-batch 8"
@@ -52,9 +53,61 @@ def test_a_recorded_trace_is_read(tmp_path) -> None:
         ("--trace zipf:1 --model gpt5", "there is no model named 'gpt5'"),
         ("--trace zipf:1 --cluster abacus", "there is no cluster named 'abacus'"),
         ("--trace zipf:1 --nodes 3", "GPUs are not a multiple of"),
+        ("--trace zipf:nan", "write zipf:EXPONENT with 0 (even) to 10"),
+        ("--trace zipf:inf", "write zipf:EXPONENT with 0 (even) to 10"),
+        ("--trace zipf:1 --global-batch 0", "Invalid value for '--global-batch'"),
+        ("--trace zipf:1 --global-batch=-16", "Invalid value for '--global-batch'"),
+        ("--trace zipf:1 --nodes 0", "Invalid value for '--nodes'"),
+        ("--trace zipf:1 --iterations=-3", "Invalid value for '--iterations'"),
     ],
 )
 def test_wrong_words_are_told_in_a_sentence(words, message) -> None:
     output = run(f"{COMMAND} {words}", code=2)
     assert message in " ".join(output.split())
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "flops_per_s: 200.0e+12",
+            "flops_per_s: 0",
+            "compute.flops_per_s is 0; use a number above",
+        ),
+        ("bytes_per_s: 300.0e+9", "bytes_per_s: .nan", "topology.intra_node.bytes_per_s is nan;"),
+        ("bytes_per_s: 300.0e+9", "bytes_per_s: abc", "topology.intra_node.bytes_per_s is 'abc';"),
+        ("latency_s: 5.0e-6", "latency_s: -1", "latency_s is -1; use a number of at least 0"),
+        ("ranks_per_node: 8", "ranks_per_node: 0", "topology.ranks_per_node is 0; use a whole"),
+        ("  flops_per_s: 200.0e+12", "", "compute lacks flops_per_s"),
+        ("topology:", "topology: [", "is no YAML file: while parsing"),
+    ],
+)
+def test_a_cluster_file_that_cannot_be_is_named_with_its_key(tmp_path, old, new, message) -> None:
+    text = find_file("clusters", "a100_hgx").read_text()
+    assert old in text
+    path = tmp_path / "mine.yaml"
+    path.write_text(text.replace(old, new, 1))
+    output = run(f"{COMMAND} --cluster {path} --trace zipf:1", code=2)
+    # A long path is one word.
+    assert f"fssdp simulate: {path}" in output
+    assert message in " ".join(output.split())
+
+
+def test_a_model_file_that_is_no_yaml_is_named(tmp_path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("MODEL_ARGS: {--num-layers: [}")
+    output = run(f"simulate --model {path} --cluster a100_hgx --trace zipf:1", code=2)
+    assert f"fssdp simulate: {path} is no YAML file: while parsing" in output
+
+
+def test_the_table_fits_a_terminal_and_a_pipe_is_wide() -> None:
+    answer = CliRunner().invoke(
+        app, f"{COMMAND} --trace zipf:1 --iterations 1".split(), env={"COLUMNS": "80"}
+    )
+    lines = answer.output.splitlines()
+    rows = [line for line in lines if line.startswith(("system", "FSSDP", "EP (", "LAER"))]
+    assert len(rows) == 4
+    assert all(len(line.rstrip()) <= 80 for line in rows)
+    assert "peak GB" in rows[0]
+    assert max(map(len, lines)) > 80

@@ -66,6 +66,10 @@ def scontrol(words: list[str]) -> int:
     if words[:2] == ["show", "hostnames"]:
         print(*words[2].split(","), sep="\n")
         return 0
+    if words[:2] == ["show", "job"]:
+        found = os.environ.get("FAKE_SLURM_JOB_STATE", "RUNNING")
+        print(f"JobId={words[2]} JobName=fssdp\n   JobState={found} Reason=None Dependency=(null)")
+        return 0
     state = json.loads(STATE.read_text())
     state["log"].append(words)
     STATE.write_text(json.dumps(state))

@@ -113,7 +113,7 @@ def test_files_differ_only_in_how_ranks_start() -> None:
     different = set(srun) ^ set(torchrun)
     assert len(different) < 25
     settings = [line for line in srun if re.match(r"[A-Z_]+=", line)]
-    assert len(settings) == 14
+    assert len(settings) == 15
     assert [line for line in torchrun if re.match(r"[A-Z_]+=", line)] == settings
 
 
@@ -243,3 +243,35 @@ def test_a_job_that_saves_nothing_is_not_queued_again(cluster: Cluster) -> None:
     assert done.returncode == 1
     assert "no checkpoint was written since iteration 0: not queued again" in done.stderr
     assert json.loads((cluster.folder / "state.json").read_text())["log"] == []
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    ("state", "requeued"),
+    [("RUNNING", [["requeue", "4711"]]), ("COMPLETING", []), ("CANCELLED", [])],
+)
+def test_a_cancelled_job_is_not_queued_again(
+    launcher: str, state: str, requeued: list[list[str]], cluster: Cluster
+) -> None:
+    """`scancel` and a time that is nearly up send the same signal; both save."""
+    program = cluster.folder / "bin" / "fssdp"
+    saved = cluster.output / "checkpoints/latest_checkpointed_iteration.txt"
+    program.write_text(
+        f"#!/bin/bash\necho 7 >'{saved}'\necho '[exiting program after receiving SIGTERM.]'\n"
+    )
+    done = cluster.sbatch(launcher, FAKE_SLURM_JOB_STATE=state)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((cluster.folder / "state.json").read_text())["log"] == requeued
+    said = "saved iteration 7; queued again" if requeued else "saved iteration 7, not queued again"
+    assert said in done.stdout
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_only_a_value_that_is_meant_reaches_the_ranks(launcher: str, cluster: Cluster) -> None:
+    """A login shell's CUDA_DEVICE_MAX_CONNECTIONS stops; MAX_CONNECTIONS goes on."""
+    program = cluster.folder / "bin" / "fssdp"
+    program.write_text('#!/bin/bash\necho "found ${CUDA_DEVICE_MAX_CONNECTIONS:-nothing}"\n')
+    assert cluster.sbatch(launcher, CUDA_DEVICE_MAX_CONNECTIONS="1").returncode == 0
+    assert cluster.sbatch(launcher, MAX_CONNECTIONS="8").returncode == 0
+    assert "found nothing" in cluster.log(0)
+    assert "found 8" in cluster.log(1)
