@@ -15,6 +15,11 @@ from megatron_fssdp.version import __version__
 MoeParallel = Literal["fssdp", "ep"]
 Launcher = Literal["torchrun", "srun"]
 
+_PLANNING = (
+    "What FSSDP's quotas take in each MoE layer and micro-batch, in microseconds. Default: what "
+    "the cluster file says (compute: planning_s), or an assumption that is printed."
+)
+
 app = typer.Typer(
     help="Fully Sharded Sparse Data Parallelism for MoE training in Megatron-LM.",
     no_args_is_help=True,
@@ -161,7 +166,11 @@ def simulate(
     global_batch: Annotated[
         int | None, typer.Option(help="Sequences of an iteration. Default: the preset's.")
     ] = None,
-    slots: Annotated[int, typer.Option(help="Spare expert slots of a rank and layer.")] = 2,
+    slots: Annotated[
+        int | None,
+        typer.Option(help="Spare expert slots of a rank and layer. Default: the preset's, or 2."),
+    ] = None,
+    planning_us: Annotated[float | None, typer.Option(help=_PLANNING, min=0)] = None,
     timeline: Annotated[
         int | None,
         typer.Option(help="Iteration of the trace whose events are kept. Default: the first."),
@@ -175,7 +184,6 @@ def simulate(
     """Simulate a job under several systems: time, memory, balance, traffic. Needs no GPU."""
     from rich.console import Console
 
-    from megatron_fssdp.simulation.systems import Options
     from megatron_fssdp.tools import simulate as tool
 
     with _user_errors("simulate"):
@@ -187,7 +195,8 @@ def simulate(
             nodes=nodes,
             iterations=iterations,
             global_batch=global_batch,
-            options=Options(num_replica_slots=slots),
+            slots=slots,
+            planning_us=planning_us,
             timeline=timeline,
             keeps_events=any((json, chrome_trace, html)),
         )
@@ -325,6 +334,7 @@ def tune(
     global_batch: Annotated[
         int | None, typer.Option(help="Sequences of an iteration. Default: the preset's.")
     ] = None,
+    planning_us: Annotated[float | None, typer.Option(help=_PLANNING, min=0)] = None,
 ) -> None:
     """Search the flags that make a job fastest, and say what they are worth, or to leave it off."""
     from rich.console import Console
@@ -340,6 +350,7 @@ def tune(
             nodes=nodes,
             iterations=iterations,
             global_batch=global_batch,
+            planning_us=planning_us,
         )
 
 

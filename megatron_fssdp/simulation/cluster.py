@@ -11,6 +11,7 @@ wrote). Keys that only the simulator uses, all optional:
       memory_bytes_per_s: 3e12 # what passes that only move data reach; default: they take nothing
       shared_cores: 2          # CPU cores that all ranks share, where they are fewer
       has_fused_kernels: false # attention, activation, gradient accumulation; default true
+      planning_s: 6e-3         # of FSSDP's quotas in a layer and micro-batch; see systems.planning
     gpu:
       memory_bytes: 80e9       # of a rank
 
@@ -50,6 +51,7 @@ class Cluster:
         has_fused_kernels: the attention writes no scores and leaves later tokens out; the
             gated activation is one pass, and products add to gradients themselves.
         memory_bytes: of a rank; None: not known.
+        planning_s: what FSSDP's counts and quotas take here, as measured; None: not known.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Cluster:
     shared_cores: int | None = None
     has_fused_kernels: bool = True
     memory_bytes: float | None = None
+    planning_s: float | None = None
 
     def nodes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return the node of each rank of a group, numbered from 0 as they appear."""
@@ -194,7 +197,7 @@ def cluster_from_mapping(
         size = int(size[0])
     links = Topology.from_mapping({**topology, "ranks_per_node": 1}, 1)
     adapters, cores = topology.get("adapters_per_node"), compute.get("shared_cores")
-    memory = values.get("gpu", {}).get("memory_bytes")
+    memory, planning = values.get("gpu", {}).get("memory_bytes"), compute.get("planning_s")
     return Cluster(
         name=str(values.get("name", name)),
         ranks_per_node=size,
@@ -206,4 +209,5 @@ def cluster_from_mapping(
         shared_cores=None if cores is None else int(cores),
         has_fused_kernels=bool(compute.get("has_fused_kernels", True)),
         memory_bytes=None if memory is None else float(memory),
+        planning_s=None if planning is None else float(planning),
     )
