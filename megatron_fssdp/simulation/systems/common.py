@@ -172,10 +172,18 @@ class System:
 
     def slot_bytes(self, *, has_grads: bool = True, has_optimizer: bool = False) -> int:
         """Bytes of one replica's slot."""
-        each = self.shape.param_bytes
+        job = self.costs.job
+        each: float = job.param_bytes
         each += GRAD_BYTES if has_grads else 0
-        each += OPTIMIZER_BYTES if has_optimizer else 0
-        return self.shape.num_params // self.costs.job.layout.etp * each
+        if has_optimizer:
+            # In fp32 the parameter itself is the optimizer's copy; cut as owned experts' is.
+            state = OPTIMIZER_BYTES - (4 if job.param_bytes == 4 else 0)
+            each += state / (job.layout.edp if job.has_distributed_optimizer else 1)
+        return round(self.shape.num_params // job.layout.etp * each)
+
+    def two_states(self) -> int:
+        """Bytes of two experts' parameters and optimizer state on a rank."""
+        return 2 * self.costs.state_bytes // self.costs.job.layout.etp
 
     def kept_bytes(self, num_layers: int, slots: int) -> int:
         """Bytes of replicas that stay for the iteration.

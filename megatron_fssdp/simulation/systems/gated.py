@@ -76,8 +76,10 @@ class FasterMoE(System):
         return best
 
     def replica_bytes(self, num_layers: int) -> int:
-        """Shadows live from a layer's forward to its backward."""
-        return self.kept_bytes(num_layers, self.num_slots)
+        """Shadows live from a layer's forward to its backward, which reduces gradients at once."""
+        weights = num_layers * self.num_slots * self.slot_bytes(has_grads=False)
+        gradients = self.slot_bytes() - self.slot_bytes(has_grads=False)
+        return weights + (self.num_slots * gradients if num_layers else 0)
 
 
 class MoonEP(System):
@@ -87,10 +89,10 @@ class MoonEP(System):
     title: ClassVar[str] = "MoonEP-style"
     notes: ClassVar[tuple[str, ...]] = (
         "E / R spare slots, shared by all layers; weights are pushed after the gate, share the "
-        "links with the dispatch, and are pushed again in the backward; gradients return under "
-        "the attention's backward. The original runs inside one NVLink domain; here its pushes "
-        "may cross nodes; counts, plan and routes take what fused planners publish, 110 us a layer "
-        "and micro-batch",
+        "links with the dispatch, and are pushed again for the backward, one layer ahead, as the "
+        "plan is known; gradients return under the attention's backward. The original runs inside "
+        "one NVLink domain; here its pushes may cross nodes; counts, plan and routes take what "
+        "fused planners publish, 110 us a layer and micro-batch",
     )
 
     @property

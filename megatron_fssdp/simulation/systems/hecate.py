@@ -94,8 +94,8 @@ class Hecate(System):
         return self.kept_bytes(num_layers, min(self.num_slots, self.degree))
 
     def move_bytes(self) -> int:
-        """As in this project: two experts' state at most."""
-        return 2 * self.costs.state_bytes
+        """As in this project: two experts' state at most, if experts move."""
+        return self.two_states() if self.options.reshard_interval else 0
 
     def _place(self, counts_RE: Int64Array, plan: LayerPlan) -> Placed:
         flow = flow_by_locality(counts_RE, plan, self.topology.node_of_rank)

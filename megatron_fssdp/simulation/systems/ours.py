@@ -131,8 +131,8 @@ class Fssdp(System):
         return self.kept_bytes(num_layers, self.num_slots)
 
     def move_bytes(self) -> int:
-        """Two experts' state at most are in flight on a rank."""
-        return 2 * self.costs.state_bytes // self.costs.job.layout.etp
+        """Two experts' state at most are in flight on a rank, if experts move."""
+        return self.two_states() if self.options.reshard_interval else 0
 
     def _total_load(self) -> Int64Array:
         loads = [predictor.predict() for predictor in self.predictors]
