@@ -3,7 +3,7 @@
 """What systems would gain at scale, simulated: speed-up over EP against nodes and against skew.
 
 DeepSeek-V3 on 8 to 256 nodes of 8 H100, Mixtral 8x22B on 16 to 128, Qwen3-235B on 1 to 8 GB200
-NVL72 racks; EP, LAER, MoonEP-style, FSSDP. DeepSeek-V3 from 16 nodes and Mixtral have the layouts of
+NVL72 racks; EP, LAER, MoonEP-style, FSSDP. DeepSeek-V3 from 16 nodes and Mixtral have layouts of
 their presets; DeepSeek-V3 on 8 nodes has a smaller one of ours, Qwen3 one of ours for its racks.
 FSSDP takes the preset's FSSDP_ARGS, and quotas what today's routine is assumed to take; beside it
 stands FSSDP with a fused quota kernel, which does not exist yet. What does not fit a GPU's memory
