@@ -157,8 +157,9 @@ REASONS = {
         "tokens there"
     ),
     "re-materialized: % slower": (
-        "t experts hide under the attention in both directions, by definition of t; what the paper "
-        "measures beyond that (launches, memory traffic, interference) is not modelled"
+        "t experts hide under the attention, by definition of t, and in the backward under what "
+        "spRS leaves of it; what the paper measures beyond that (launches, memory traffic, "
+        "interference) is not modelled"
     ),
     "replicas kept": (
         "the paper's 64 % belong to parameters 5.73 times as many, 9 replicas of a GPU; t lets at "
