@@ -161,6 +161,8 @@ def table_row(row: Row) -> Row:
     wanted = ("model", "nodes", "GPUs", "layout", "of", "zipf", "fullest", "EP s")
     short = {name: name.replace("fssdp-", "") for name in SYSTEMS}
     shown: Row = {key: row[key] for key in wanted}
+    if not row["fits ep"]:
+        shown["EP s"] = f"({row['EP s']:.2f})"
     for name in SYSTEMS[1:]:
         value = f"{row[name]:.2f}"
         shown[short[name]] = value if row[f"fits {name}"] else f"({value})"
@@ -187,7 +189,10 @@ def draw(rows: list[Row], path: Path) -> None:
             _draw_line(axes[0, column], by_nodes, "nodes", name)
             _draw_line(axes[1, column], by_skew, "fullest", name)
         unit = "racks of 64 GB200" if sweep.cluster == "gb200_nvl72" else "nodes of 8 H100"
-        axes[0, column].set(xscale="log", xlabel=unit, title=read_preset(sweep.model).title)
+        preset = read_preset(sweep.model)
+        flags = " ".join(preset.fssdp_args).replace("--fssdp-", "")
+        title = preset.title + (f" (preset: {flags})" if flags else "")
+        axes[0, column].set(xscale="log", xlabel=unit, title=title)
         axes[0, column].set_xticks(sweep.nodes, [str(nodes) for nodes in sweep.nodes])
         axes[0, column].minorticks_off()
         axes[1, column].set(xlabel=f"fullest rank / mean under EP, on {sweep.skew_nodes}")
@@ -196,12 +201,13 @@ def draw(rows: list[Row], path: Path) -> None:
             axis.grid(alpha=0.3)
     for row in range(2):
         axes[row, 0].set_ylabel("iteration of EP / of the system")
-    axes[0, -1].legend(frameon=False, loc="lower left")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="lower center", ncols=len(STYLES))
     figure.suptitle(
         f"Simulated, not run: speed-up over EP (above: Zipf {EXPONENT} loads). "
         "Hollow: does not fit in a GPU's memory"
     )
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
     figure.savefig(path, dpi=110)
 
 
@@ -231,7 +237,7 @@ def main() -> int:
         rows = json.loads(args.from_json.read_text())
     else:
         rows = simulate_all(args.iterations, args.processes)
-    console = Console(width=160)
+    console = Console(width=190)
     shown = [table_row(row) for row in rows]
     show(console, "Simulated speed-up over EP", shown, sections=("model",), places=2)
     console.print(
