@@ -21,6 +21,11 @@ LEAST_WIDTH = 120
 MoeParallel = Literal["fssdp", "ep"]
 Launcher = Literal["torchrun", "srun"]
 
+_PLANNING = (
+    "What FSSDP's quotas take in each MoE layer and micro-batch, in microseconds. Default: what "
+    "the cluster file says (compute: planning_s), or an assumption that is printed."
+)
+
 app = typer.Typer(
     help="Fully Sharded Sparse Data Parallelism for MoE training in Megatron-LM.",
     no_args_is_help=True,
@@ -166,7 +171,11 @@ def simulate(
     global_batch: Annotated[
         int | None, typer.Option(min=1, help="Sequences of an iteration. Default: the preset's.")
     ] = None,
-    slots: Annotated[int, typer.Option(min=0, help="Spare expert slots of a rank and layer.")] = 2,
+    slots: Annotated[
+        int | None,
+        typer.Option(min=0, help="Spare expert slots of a rank and layer. Default: the preset's."),
+    ] = None,
+    planning_us: Annotated[float | None, typer.Option(help=_PLANNING, min=0)] = None,
     timeline: Annotated[
         int | None,
         typer.Option(help="Iteration of the trace whose events are kept. Default: the first."),
@@ -178,7 +187,6 @@ def simulate(
     html: Annotated[Path | None, typer.Option(help="Write a page with figures.")] = None,
 ) -> None:
     """Simulate a job under several systems: time, memory, balance, traffic. Needs no GPU."""
-    from megatron_fssdp.simulation.systems import Options
     from megatron_fssdp.tools import simulate as tool
 
     with _user_errors("simulate"):
@@ -190,7 +198,8 @@ def simulate(
             nodes=nodes,
             iterations=iterations,
             global_batch=global_batch,
-            options=Options(num_replica_slots=slots),
+            slots=slots,
+            planning_us=planning_us,
             timeline=timeline,
             keeps_events=any((json, chrome_trace, html)),
         )
@@ -330,6 +339,7 @@ def tune(
     global_batch: Annotated[
         int | None, typer.Option(min=1, help="Sequences of an iteration. Default: the preset's.")
     ] = None,
+    planning_us: Annotated[float | None, typer.Option(help=_PLANNING, min=0)] = None,
 ) -> None:
     """Search the flags that make a job fastest, and say what they are worth, or to leave it off."""
     from megatron_fssdp.tools import tune as tool
@@ -343,6 +353,7 @@ def tune(
             nodes=nodes,
             iterations=iterations,
             global_batch=global_batch,
+            planning_us=planning_us,
         )
 
 

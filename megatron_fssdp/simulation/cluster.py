@@ -11,6 +11,7 @@ wrote). Keys that only the simulator uses, all optional:
       memory_bytes_per_s: 3e12 # what passes that only move data reach; default: they take nothing
       shared_cores: 2          # CPU cores that all ranks share, where they are fewer
       has_fused_kernels: false # attention, activation, gradient accumulation; default true
+      planning_s: 6e-3         # of FSSDP's quotas in a layer and micro-batch; see systems.planning
     gpu:
       memory_bytes: 80e9       # of a rank
 
@@ -51,6 +52,7 @@ class Cluster:
         has_fused_kernels: the attention writes no scores and leaves later tokens out; the
             gated activation is one pass, and products add to gradients themselves.
         memory_bytes: of a rank; None: not known.
+        planning_s: what FSSDP's counts and quotas take here, as measured; None: not known.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Cluster:
     shared_cores: int | None = None
     has_fused_kernels: bool = True
     memory_bytes: float | None = None
+    planning_s: float | None = None
 
     @property
     def usable_bytes(self) -> float | None:
@@ -200,7 +203,7 @@ def cluster_from_mapping(
         size = int(size[0])
     links = Topology.from_mapping({**topology, "ranks_per_node": 1}, 1)
     adapters, cores = topology.get("adapters_per_node"), compute.get("shared_cores")
-    memory = values.get("gpu", {}).get("memory_bytes")
+    memory, planning = values.get("gpu", {}).get("memory_bytes"), compute.get("planning_s")
     return Cluster(
         name=str(values.get("name", name)),
         ranks_per_node=size,
@@ -212,4 +215,5 @@ def cluster_from_mapping(
         shared_cores=None if cores is None else int(cores),
         has_fused_kernels=bool(compute.get("has_fused_kernels", True)),
         memory_bytes=None if memory is None else float(memory),
+        planning_s=None if planning is None else float(planning),
     )

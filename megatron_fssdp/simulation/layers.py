@@ -95,16 +95,19 @@ class Clock:
         now_R: (R,) seconds since the layer began.
         parts: seconds of each of `PARTS`, mean over ranks.
         spans: what happened, if `records`.
+        window_R: (R,) seconds at the layer's end in which copies of the next one may travel.
     """
 
     num_ranks: int
     records: bool = False
     now_R: Float64Array = field(init=False)
+    window_R: Float64Array = field(init=False)
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     spans: list[Span] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.now_R = np.zeros(self.num_ranks)
+        self.window_R = np.zeros(self.num_ranks)
 
     @property
     def end_s(self) -> float:
@@ -178,7 +181,13 @@ def shared_cores(work_R: Float64Array, cores: int | None) -> Float64Array:
     return end_R
 
 
-def forward(work: LayerWork, is_first: bool, ahead_s: float = 0.0, records: bool = False) -> Clock:
+def forward(
+    work: LayerWork,
+    is_first: bool,
+    ahead_s: Float64Array | float = 0.0,
+    records: bool = False,
+    late_s: float = 0.0,
+) -> Clock:
     """Walk through a micro-batch's forward.
 
     Args:
@@ -187,35 +196,43 @@ def forward(work: LayerWork, is_first: bool, ahead_s: float = 0.0, records: bool
         ahead_s: seconds before the layer's start in which its replicas could travel already
             (fetch "ahead").
         records: keep the spans.
+        late_s: seconds until the owners' parameters are gathered: no copy starts before.
     """
     clock = Clock(len(work.experts_R), records)
     traits = work.traits
     fetch_R = np.zeros(clock.num_ranks)
     if traits.fetch != "none" and (is_first or traits.fetches_each):
         fetch_R = work.fetch_R
-    early_s = ahead_s if traits.fetch == "ahead" else 0.0
+    early_s = ahead_s if traits.fetch == "ahead" and not late_s else 0.0
     if traits.fetch != "gate":
-        clock.note("spAG", "copies", -np.minimum(early_s, fetch_R), fetch_R)
+        clock.note("spAG", "copies", late_s - np.minimum(early_s, fetch_R), fetch_R)
     clock.spend("attention", "compute", "attention", work.dense_s)
     clock.spend("gate", "compute", "planning", traits.planning_s)
-    left_R = np.maximum(fetch_R - early_s - clock.now_R, 0.0)
+    starts_R = clock.now_R if traits.fetch == "gate" else np.zeros(clock.num_ranks)
+    starts_R = np.maximum(starts_R, late_s) - early_s
     if traits.fetch == "gate":
-        left_R = fetch_R
-        clock.note("spAG", "copies", clock.now_R, fetch_R)
+        clock.note("spAG", "copies", starts_R, fetch_R)
+    left_R = np.where(fetch_R > 0, np.maximum(starts_R + fetch_R - clock.now_R, 0.0), 0.0)
     _exchange_and_compute(clock, work, left_R, 1.0)
     clock.spend("combine", "tokens", "tokens", work.tokens_s)
+    clock.window_R = np.full(clock.num_ranks, clock.end_s - 2 * work.tokens_s)
     return clock
 
 
-def backward(work: LayerWork, is_last: bool, ahead_s: float = 0.0, records: bool = False) -> Clock:
-    """Walk through a micro-batch's backward: see `forward`."""
+def backward(
+    work: LayerWork, is_last: bool, ahead_s: Float64Array | float = 0.0, records: bool = False
+) -> Clock:
+    """Walk through a micro-batch's backward: see `forward`.
+
+    The layer before gets what spRS leaves of the copies' stream, which works in order: from the
+    start of spRS on (`experts.materialize`), with fetch "ahead" from the layer's start.
+    """
     clock = Clock(len(work.experts_R), records)
     traits = work.traits
     fetch_R = work.fetch_R if traits.fetches_again else np.zeros(clock.num_ranks)
-    early_s = ahead_s if traits.fetch in ("attention", "ahead") else 0.0
-    left_R = np.maximum(fetch_R - early_s, 0.0)
+    left_R = np.maximum(fetch_R - ahead_s, 0.0)
     if traits.fetches_again:
-        clock.note("spAG", "copies", -np.minimum(early_s, fetch_R), fetch_R)
+        clock.note("spAG", "copies", -np.minimum(ahead_s, fetch_R), fetch_R)
     if work.recompute == "full":
         clock.spend("attention again", "compute", "attention", work.dense_s)
     if work.recompute != "none":
@@ -225,10 +242,11 @@ def backward(work: LayerWork, is_last: bool, ahead_s: float = 0.0, records: bool
         left_R = np.zeros(clock.num_ranks)
     _exchange_and_compute(clock, work, left_R, BACKWARD)
     clock.spend("combine", "tokens", "tokens", work.tokens_s)
+    before_R = free_R = clock.now_R
     returned_R = np.zeros(clock.num_ranks)
     if traits.returns != "none" and (is_last or traits.returns_each):
         clock.note("spRS", "copies", clock.now_R, work.return_R)
-        returned_R = clock.now_R + work.return_R
+        free_R = returned_R = clock.now_R + work.return_R
         if traits.returns == "open" or work.recompute == "moe":
             clock.wait(returned_R, "copies")
     seconds = BACKWARD * work.dense_s + work.grads_s
@@ -236,6 +254,10 @@ def backward(work: LayerWork, is_last: bool, ahead_s: float = 0.0, records: bool
     clock.wait(returned_R, "copies")
     # The layer before cannot start its exchange until all are here.
     clock.meet("copies")
+    clock.window_R = np.maximum(clock.end_s - free_R, 0.0)
+    if traits.fetch == "ahead":
+        trips = 4 if work.recompute != "none" else 2
+        clock.window_R += np.maximum(before_R - trips * work.tokens_s, 0.0)
     return clock
 
 

@@ -9,12 +9,12 @@ those of `presets`. Times follow from matrix products: 2 operations per paramete
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from megatron_fssdp.planning.cost import LayerShape
-from megatron_fssdp.presets.files import choose_layout, merge, read_preset
+from megatron_fssdp.presets.files import Preset, choose_layout, merge, read_preset, to_words
 from megatron_fssdp.presets.layout import read_layout
 from megatron_fssdp.presets.sizes import Sizes, count_parameters
 
@@ -157,6 +157,7 @@ class Job:
         has_distributed_optimizer: optimizer state is cut over data-parallel ranks.
         overlaps_grad_reduce, overlaps_param_gather: data-parallel traffic under computation.
         recompute: "moe": MoE layers are computed again in the backward; "full": all layers.
+        fssdp_args: the preset's `--fssdp-*` flags, the defaults of what is simulated.
         notes: what of the flags is not modelled.
     """
 
@@ -167,6 +168,7 @@ class Job:
     overlaps_grad_reduce: bool = True
     overlaps_param_gather: bool = False
     recompute: Recompute = "none"
+    fssdp_args: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
@@ -202,7 +204,16 @@ def read_job(
     if num_ranks is None:
         num_ranks = min(preset.layouts, default=1)
     args = merge([preset.args, choose_layout(preset, num_ranks), changes or {}])
-    return job_from_flags(args, preset.name, num_ranks)
+    return with_fssdp_args(job_from_flags(args, preset.name, num_ranks), preset)
+
+
+def with_fssdp_args(job: Job, preset: Preset) -> Job:
+    """Return the job with the preset's FSSDP_ARGS, and a note of them if there are any."""
+    if not preset.fssdp_args:
+        return job
+    words = " ".join(to_words(merge([preset.fssdp_args])))
+    note = f"FSSDP runs with the preset's {words}, where nothing else is asked for"
+    return replace(job, fssdp_args=preset.fssdp_args, notes=(*job.notes, note))
 
 
 def job_from_flags(args: Mapping[str, Any], name: str, num_ranks: int) -> Job:

@@ -28,14 +28,15 @@ class Passes:
         dense_s: forward seconds of each layer without experts, of those with them 0.
         clocks: for each kind, the clock of each layer, in the order of the forward.
         head_s: forward seconds of the output layer, on the last stage.
-        tokens_s: seconds of a token exchange of each layer, 0 without experts.
+        busy_s: seconds of the last backward of each layer in which tokens and copies are on the
+            links, 0 without experts.
         layers: numbers of the layers, from 1.
     """
 
     dense_s: list[float]
     clocks: dict[int, list[Clock | None]]
     head_s: float
-    tokens_s: list[float]
+    busy_s: list[float]
     layers: list[int]
 
     def layer_s(self, kind: int) -> list[float]:
@@ -64,7 +65,8 @@ class Passes:
         """Seconds that the reduction of gradients needs after the last backward.
 
         A layer's gradients are ready when its last backward is over. Under `overlap_grad_reduce`
-        they travel while the layers before compute, but not while tokens do: those go first.
+        they travel while the layers before compute, but not while tokens or copies do: those go
+        first.
         """
         shape, job = costs.job.shape, costs.job
         seconds = []
@@ -79,12 +81,11 @@ class Passes:
         outer_s = costs.reduce_s(outer, is_expert=False)[0] if outer else 0.0
         if not job.overlaps_grad_reduce:
             return sum(seconds) + outer_s
-        busy_s = [2 * each for each in self.tokens_s[::-1]]
         free = through = 0.0
-        for took_s, tokens_s, reduce_s in zip(
-            self.layer_s(LAST)[::-1], busy_s, seconds, strict=True
+        for took_s, busy_s, reduce_s in zip(
+            self.layer_s(LAST)[::-1], self.busy_s[::-1], seconds, strict=True
         ):
-            free += took_s - tokens_s
+            free += max(took_s - busy_s, 0.0)
             through = max(through, free) + reduce_s
         return max(through + outer_s - free, 0.0)
 
@@ -108,7 +109,8 @@ def walk_stages(costs: Costs, work: list[LayerWork], *, records: bool = False) -
             for layer, each in zip(layers, mine, strict=True)
         ]
         kinds = KINDS if layout.num_microbatches > 1 else (FIRST, LAST)
-        clocks = {kind: _walk_pass(mine, dense_s, kind, records) for kind in kinds}
+        gather_s = _gathers(costs, stage)
+        clocks = {kind: _walk_pass(mine, dense_s, kind, records, gather_s) for kind in kinds}
         # With one micro-batch no other passes happen; their times count zero times.
         clocks.setdefault(MIDDLE, clocks[FIRST])
         clocks.setdefault(BACK, clocks[LAST])
@@ -117,30 +119,71 @@ def walk_stages(costs: Costs, work: list[LayerWork], *, records: bool = False) -
                 dense_s=dense_s,
                 clocks=clocks,
                 head_s=costs.head_s() if stage == layout.pp - 1 else 0.0,
-                tokens_s=[0.0 if each is None else each.tokens_s for each in mine],
+                busy_s=[0.0 if each is None else _busy_s(each) for each in mine],
                 layers=layers,
             )
         )
     return found
 
 
+def _busy_s(work: LayerWork) -> float:
+    """Seconds in which a last backward has tokens and copies on the links."""
+    traits = work.traits
+    seconds = (4 if work.recompute != "none" else 2) * work.tokens_s
+    if traits.fetches_again:
+        seconds += float(work.fetch_R.max())
+    if traits.returns != "none":
+        seconds += float(work.return_R.max())
+    return seconds
+
+
+def _gathers(costs: Costs, stage: int) -> list[float]:
+    """Seconds until each layer's parameters are gathered, since an iteration's first forward.
+
+    Under `overlap_param_gather` layers are gathered one after the other. Replicas are copied from
+    owners, which have the experts' parameters only then; with one expert-data-parallel rank they
+    have them always, and zeros are returned.
+    """
+    job, shape = costs.job, costs.job.shape
+    layers = job.layout.layers_of(stage)
+    if not job.overlaps_param_gather or job.layout.edp == 1:
+        return [0.0] * len(layers)
+    now_s, found = 0.0, []
+    for number in layers:
+        dense = shape.dense_params(number) / job.layout.tp
+        now_s += costs.reduce_s(dense, is_expert=False)[1]
+        if shape.is_moe(number):
+            params = shape.num_experts / job.layout.ep * shape.sizes.expert / job.layout.etp
+            now_s += costs.reduce_s(params, is_expert=True)[1]
+        found.append(now_s)
+    return found
+
+
 def _walk_pass(
-    mine: list[LayerWork | None], dense_s: list[float], kind: int, records: bool
+    mine: list[LayerWork | None],
+    dense_s: list[float],
+    kind: int,
+    records: bool,
+    gather_s: list[float],
 ) -> list[Clock | None]:
     """Walk through a stage's layers; a layer's copies may travel while the one before computes."""
     is_forward = kind in (FIRST, MIDDLE)
     order = list(range(len(mine)))
     clocks: list[Clock | None] = [None] * len(mine)
-    ahead_s = 0.0
+    ahead_s: Float64Array | float = 0.0
+    now_s = 0.0
     for position in order if is_forward else order[::-1]:
         work = mine[position]
         if work is None:
-            ahead_s += dense_s[position] * (1.0 if is_forward else BACKWARD)
+            ahead_s = ahead_s + dense_s[position] * (1.0 if is_forward else BACKWARD)
+            now_s += dense_s[position]
             continue
         if is_forward:
-            clock = forward(work, kind == FIRST, ahead_s, records)
+            late_s = max(gather_s[position] - now_s, 0.0) if kind == FIRST else 0.0
+            clock = forward(work, kind == FIRST, ahead_s, records, late_s)
         else:
             clock = backward(work, kind == LAST, ahead_s, records)
         clocks[position] = clock
-        ahead_s = clock.end_s - 2 * work.tokens_s
+        now_s += clock.end_s
+        ahead_s = clock.window_R
     return clocks

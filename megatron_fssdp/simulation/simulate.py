@@ -63,7 +63,7 @@ def simulate(
         cluster: nodes, links and rates.
         trace: loads.
         systems: names in `SYSTEMS`.
-        options: what systems may spend; None: the defaults.
+        options: what systems may spend; None: what the preset's FSSDP_ARGS say, or the defaults.
         num_iterations: iterations that count; None: all of the trace.
         warm_up: iterations before them that systems only watch; fewer if the trace is short.
         timelines: numbers of iterations in the trace to keep the events of.
@@ -78,7 +78,7 @@ def simulate(
         raise ValueError(f"unknown systems {unknown}; choose from {sorted(SYSTEMS)}")
     if trace.num_iterations < 1:
         raise ValueError("the trace has no iteration")
-    options = options or Options()
+    options = options or Options.of_flags(job.fssdp_args)
     warm_up = min(warm_up, trace.num_iterations - 1)
     longest = trace.num_iterations - warm_up
     number = longest if num_iterations is None else num_iterations
@@ -120,8 +120,13 @@ def simulate(
         owner_loads_LR=owners.loads_LR / number,
         systems=tuple(run.result() for run in runs),
         layout=_layout(job),
-        notes=(*job.notes, *spread.notes),
+        notes=(*job.notes, *spread.notes, *_assumptions(runs)),
     )
+
+
+def _assumptions(runs: Sequence[_Run]) -> tuple[str, ...]:
+    """Each system's, once."""
+    return tuple(dict.fromkeys(text for run in runs for text in run.system.assumptions))
 
 
 def _layout(job: Job) -> dict[str, int]:
@@ -261,7 +266,7 @@ class _Run:
                 )
                 for iteration, (index, work, move_s) in sorted(self.kept.items())
             },
-            notes=system.notes,
+            notes=(*system.notes, *system.assumptions),
         )
 
     def _schedule(self) -> Scheduled:

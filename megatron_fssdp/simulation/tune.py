@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from megatron_fssdp.simulation.result import Float64Array, SystemResult
 from megatron_fssdp.simulation.simulate import simulate
 from megatron_fssdp.simulation.spread import Trace
 from megatron_fssdp.simulation.systems import Options
+from megatron_fssdp.simulation.systems.planning import fssdp_planning
 
 SLOTS = (1, 2, 4, 8)
 PREDICTORS = ("exponential", "sliding", "last")
@@ -80,12 +82,25 @@ class Settings:
         """The simulator's name of it."""
         return "fssdp-rm" if self.rematerializes else "fssdp"
 
-    def options(self) -> Options:
-        """Return what the simulator takes."""
+    @classmethod
+    def of_options(cls, options: Options) -> Settings:
+        """Return the settings of options, such as a preset's."""
+        return cls(
+            num_replica_slots=options.num_replica_slots,
+            rematerializes=options.rematerializes,
+            predictor=options.predictor,
+            balance_tolerance=options.settings.balance_tolerance,
+            reshard_interval=options.reshard_interval,
+        )
+
+    def options(self, planning_s: float | None = None) -> Options:
+        """Return what the simulator takes; `planning_s` as `Options` has it."""
         options = Options(
             num_replica_slots=self.num_replica_slots,
             predictor=self.predictor,
             reshard_interval=self.reshard_interval,
+            planning_s=planning_s,
+            rematerializes=self.rematerializes,
         )
         tolerance = self.balance_tolerance
         return replace(options, settings=replace(options.settings, balance_tolerance=tolerance))
@@ -120,6 +135,9 @@ class Advice:
         best: the fastest that fits; None: none fits.
         gain: EP's mean iteration over the best's, over the iterations that nothing was chosen on.
         low, high: its 95 % interval, where there `is_enough`.
+        planning_s, planning_source: what quotas are charged, and where that is from.
+        break_even_s: what they may take before the best (or the fastest, if none fits) is no faster
+            than EP; None: it never is.
         notes: what a reader must know.
     """
 
@@ -129,6 +147,9 @@ class Advice:
     gain: float
     low: float
     high: float
+    planning_s: float
+    planning_source: str
+    break_even_s: float | None
     notes: tuple[str, ...]
 
     @property
@@ -159,6 +180,7 @@ def tune(
     trace: Trace,
     *,
     num_iterations: int | None = None,
+    planning_s: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Advice:
     """Search settings. See the module.
@@ -168,23 +190,23 @@ def tune(
         cluster: the same.
         trace: the same.
         num_iterations: the same.
+        planning_s: as `Options` has it.
         progress: called with each candidate's flags before it is tried.
 
     Raises:
         ValueError: as `simulate`.
     """
+    simulated = partial(simulate, job, cluster, trace, num_iterations=num_iterations)
 
     def run(system: str, options: Options) -> SystemResult:
-        result = simulate(
-            job, cluster, trace, [system], options=options, num_iterations=num_iterations
-        )
+        result = simulated([system], options=options)
         notes.extend(note for note in result.notes if note not in notes)
         return result.systems[0]
 
     notes: list[str] = []
     ep = run("ep", Options())
     tried: dict[Settings, Tried] = {}
-    default = Settings()
+    default = Settings.of_options(Options.of_flags(job.fssdp_args))
     best = replace(default, num_replica_slots=min(default.num_replica_slots, _most_slots(job)))
     room = cluster.usable_bytes
     for candidates in _rounds(job, len(ep.iteration_s)):
@@ -192,7 +214,7 @@ def tune(
             if settings not in tried:
                 if progress is not None:
                     progress(settings.flags)
-                result = run(settings.system, settings.options())
+                result = run(settings.system, settings.options(planning_s))
                 fits = room is None or (result.peak_bytes or 0) <= room
                 tried[settings] = Tried(settings, result, fits)
         fitting = [each for each in tried.values() if each.fits]
@@ -205,9 +227,73 @@ def tune(
         if not fitting:
             break
         best = _choose(fitting, tried.get(best)).settings
+    charged_s, source = fssdp_planning(cluster, planning_s)
+
+    def judged_s(seconds: float) -> float:
+        result = simulated([best.system], options=best.options(seconds))
+        return _judged_s(result.systems[0].iteration_s)
+
+    break_even = break_even_s(
+        judged_s, _judged_s(ep.iteration_s), charged_s, _judged_s(tried[best].result.iteration_s)
+    )
     found = tried[best] if tried[best].fits else None
+    if job.fssdp_args.get("--fssdp-rematerialize") and not best.rematerializes:
+        notes.append("the preset re-materializes: add --fssdp-rematerialize=false to these flags")
     gain, low, high = bootstrap(ep.iteration_s, tried[best].result.iteration_s)
-    return Advice(ep, tuple(tried.values()), found, gain, low, high, tuple(notes))
+    return Advice(
+        ep=ep,
+        tried=tuple(tried.values()),
+        best=found,
+        gain=gain,
+        low=low,
+        high=high,
+        planning_s=charged_s,
+        planning_source=source,
+        break_even_s=break_even,
+        notes=tuple(notes),
+    )
+
+
+def _judged_s(iteration_I: Float64Array) -> float:
+    """Mean seconds of the iterations that nothing was chosen on."""
+    first = halves(iteration_I) if len(iteration_I) > 1 else 0
+    return float(iteration_I[first:].mean())
+
+
+def break_even_s(
+    iteration_s: Callable[[float], float], ep_s: float, charged_s: float, took_s: float
+) -> float | None:
+    """Return the planning time at which an iteration takes as long as EP's.
+
+    Iterations are longer the longer quotas take, first less than in proportion (copies hide under
+    them), so secants come near in a few steps.
+
+    Args:
+        iteration_s: seconds of an iteration with quotas of so many seconds.
+        ep_s: of EP's.
+        charged_s: quotas of which the iteration is known.
+        took_s: that iteration.
+
+    Returns:
+        Seconds to about 0.1 % of an iteration; None if quotas would have to take less than none.
+    """
+    least_s = iteration_s(0.0)
+    if least_s >= ep_s:
+        return None
+    low, high = (0.0, least_s), (charged_s, took_s)
+    if charged_s == 0.0:
+        high = (1e-3, iteration_s(1e-3))
+    for _ in range(8):
+        if abs(high[1] - ep_s) <= 1e-3 * ep_s or high[1] <= low[1]:
+            break
+        at = low[0] + (ep_s - low[1]) * (high[0] - low[0]) / (high[1] - low[1])
+        found = (at, iteration_s(at))
+        # Keep EP's time between two points where that is known, else the later two.
+        if found[1] < ep_s:
+            low, high = (found, high) if high[1] > ep_s else (high, found)
+        else:
+            high = found
+    return high[0]
 
 
 def _most_slots(job: Job) -> int:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich import box
@@ -37,7 +37,8 @@ class Request:
     nodes: int | None = None
     iterations: int | None = None
     global_batch: int | None = None
-    options: Options = field(default_factory=Options)
+    slots: int | None = None
+    planning_us: float | None = None
     timeline: int | None = None
     keeps_events: bool = False
 
@@ -72,7 +73,7 @@ def run(request: Request, console: Console) -> Result:
             cluster,
             trace,
             request.systems,
-            options=request.options,
+            options=_options(request, job),
             num_iterations=_iterations(request, trace),
             timelines=_timelines(request, trace),
             trace_name=request.trace,
@@ -80,6 +81,15 @@ def run(request: Request, console: Console) -> Result:
         )
     show(result, job, cluster, console)
     return result
+
+
+def _options(request: Request, job: Job) -> Options:
+    options = Options.of_flags(job.fssdp_args)
+    if request.slots is not None:
+        options = replace(options, num_replica_slots=request.slots)
+    if request.planning_us is not None:
+        options = replace(options, planning_s=request.planning_us * 1e-6)
+    return options
 
 
 def _timelines(request: Request, trace: Trace) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ def run(
     nodes: int | None = None,
     iterations: int | None = None,
     global_batch: int | None = None,
+    planning_us: float | None = None,
 ) -> Advice:
     """Read the files, search and print. The arguments are those of the command line.
 
@@ -42,6 +43,7 @@ def run(
             machine,
             loads,
             num_iterations=iterations,
+            planning_s=None if planning_us is None else planning_us * 1e-6,
             progress=lambda flags: status.update(f"simulating {flags}"),
         )
     show(advice, console, (*loads.notes, *advice.notes))
@@ -98,12 +100,27 @@ def advise(advice: Advice) -> list[str]:
             f"Leave it off: the best settings are worth {gain} times EP's speed, which is not "
             f"surely above 1.01. {_why(advice)}",
             "    --moe-parallel ep",
+            _planning(advice),
         ]
     return [
         f"Turn it on: expect {gain} times EP's speed. The interval is over iterations of the "
         "trace; the simulator's own error (docs/simulator.md) comes on top.",
         f"    {advice.best.settings.flags}",
+        _planning(advice),
     ]
+
+
+def _planning(advice: Advice) -> str:
+    """Tell what the gain hangs on: the time of quotas."""
+    charged = (
+        f"Quotas: {advice.planning_s * 1e6:,.0f} us a MoE layer and micro-batch "
+        f"({advice.planning_source}). "
+    )
+    if advice.break_even_s is None:
+        return charged + "Even quotas that take no time would not make these settings faster."
+    return charged + (
+        f"Break-even: with these settings the gain is gone at {advice.break_even_s * 1e6:,.0f} us."
+    )
 
 
 def _why(advice: Advice) -> str:

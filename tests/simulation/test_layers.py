@@ -93,6 +93,32 @@ def test_rematerialized_replicas_travel_ahead() -> None:
     assert backward(work(traits), is_last=False).end_s == 26.0
 
 
+def test_a_refetch_gets_what_the_gradients_leave_of_the_stream() -> None:
+    """Under 8 s of the attention's backward: 8 s for rank 0, after 5 s of spRS 3 s for rank 1."""
+    traits = Traits(fetch="attention", fetches_again=True, returns="attention", returns_each=True)
+    window_R = backward(work(traits, returned=(0.0, 5.0)), is_last=False).window_R
+    assert window_R.tolist() == [8.0, 3.0]
+    assert backward(work(traits), is_last=False, ahead_s=window_R).end_s == 24.0
+    # 4 s do not fit: the exchange shares the links with 1 s.
+    fourth = work(traits, fetch=(0.0, 4.0))
+    assert backward(fourth, is_last=False, ahead_s=window_R).end_s == 25.0
+
+
+def test_a_plan_from_the_gate_is_known_in_the_backward() -> None:
+    traits = Traits(fetch="gate", fetches_each=True, fetches_again=True)
+    assert backward(work(traits), is_last=False, ahead_s=3.0).end_s == 24.0
+
+
+def test_copies_wait_for_the_owners_parameters() -> None:
+    """Gathered at 2, 3 s of copies end at 5: 1 s after the attention, and shares the links."""
+    assert forward(work(), is_first=True, late_s=1.0).end_s == 14.0
+    assert forward(work(), is_first=True, late_s=2.0).end_s == 15.0
+    # After the gate at 4, 8 s are left of weights gathered at 9; with the dispatch's 2 s they end
+    # at 14, rank 1's experts at 15.
+    clock = forward(work(Traits(fetch="gate")), is_first=True, late_s=9.0)
+    assert clock.end_s == 17.0
+
+
 def test_links_and_cores_are_shared_fairly() -> None:
     first, second = share_link(np.array([2.0, 0.0]), 3.0)
     assert (first.tolist(), second) == ([4.0, 0.0], 5.0)

@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from megatron_fssdp.cli import app
@@ -33,6 +34,21 @@ def test_table_and_files(tmp_path) -> None:
     assert list(result.system("ep").timelines) == [5]
     assert "<html" in (tmp_path / "r.html").read_text()
     assert json.loads((tmp_path / "c.json").read_text())["otherData"]["source"] == "simulated"
+
+
+def test_what_quotas_take_is_said_and_can_be_given(tmp_path) -> None:
+    words = f"{COMMAND} --trace zipf:0.8 --systems ep,fssdp --iterations 1"
+    assumed = " ".join(run(words).split())
+    assert "FSSDP waits 5,750 us for counts and quotas in each MoE layer" in assumed
+    assert "1,150 operations x 5 us" in assumed
+    given = " ".join(run(f"{words} --planning-us 250").split())
+    assert "FSSDP waits 250 us" in given
+    assert "as given" in given
+    values = yaml.safe_load(find_file("clusters", "a100_hgx").read_text())
+    values["compute"]["planning_s"] = 1e-3
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
+    mine = " ".join(run(words.replace("a100_hgx", f"{tmp_path}/mine.yaml")).split())
+    assert "FSSDP waits 1,000 us" in mine
 
 
 def test_a_recorded_trace_is_read(tmp_path) -> None:

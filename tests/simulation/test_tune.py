@@ -18,9 +18,13 @@ from megatron_fssdp.presets.files import find_file, from_words
 from megatron_fssdp.presets.sizes import RESERVED_BYTES
 from megatron_fssdp.simulation.cluster import Cluster, load_cluster
 from megatron_fssdp.simulation.generate import Shape, generate
-from megatron_fssdp.simulation.model import Job
+from megatron_fssdp.simulation.model import Job, read_job
+from megatron_fssdp.simulation.simulate import simulate
+from megatron_fssdp.simulation.systems import Options
+from megatron_fssdp.simulation.systems.planning import DEVICE_S, FUSED_S, HOST_S, fssdp_planning
 from megatron_fssdp.simulation.traces import Trace
 from megatron_fssdp.simulation.tune import (
+    LEAST_HELD_OUT,
     Settings,
     Tried,
     _choose,
@@ -58,7 +62,7 @@ def skewed() -> Trace:
 
 def test_skewed_loads_turn_it_on(job: Job, cluster: Cluster, skewed: Trace) -> None:
     seen: list[str] = []
-    advice = tune(job, cluster, skewed, progress=seen.append)
+    advice = tune(job, cluster, skewed, planning_s=FUSED_S, progress=seen.append)
     assert advice.best is not None
     assert advice.is_worth_it
     assert 1 < advice.low <= advice.gain <= advice.high
@@ -77,6 +81,61 @@ def test_skewed_loads_turn_it_on(job: Job, cluster: Cluster, skewed: Trace) -> N
     said = advise(advice)
     assert said[0].startswith("Turn it on: expect ")
     assert said[1].strip() == advice.best.settings.flags
+    # With quotas of the break-even time the gain is gone.
+    assert advice.break_even_s is not None
+    assert advice.break_even_s > FUSED_S
+    assert said[2].startswith("Quotas: 110 us")
+    late = advice.best.settings.options(advice.break_even_s)
+    system = advice.best.settings.system
+    result = simulate(job, cluster, skewed, ["ep", system], options=late)
+    ep_s, late_s = (each.iteration_s[6:].mean() for each in result.systems)
+    assert late_s == pytest.approx(ep_s, rel=2e-3)
+
+
+def test_todays_quotas_are_charged_unless_something_else_is_known(
+    job: Job, cluster: Cluster, skewed: Trace
+) -> None:
+    advice = tune(job, cluster, skewed, num_iterations=2 * LEAST_HELD_OUT)
+    assert advice.planning_s == pytest.approx(5.75e-3)
+    assert advice.break_even_s is not None
+    slow = tune(
+        job,
+        cluster,
+        skewed,
+        num_iterations=2 * LEAST_HELD_OUT,
+        planning_s=1.2 * advice.break_even_s,
+    )
+    assert not slow.is_worth_it
+    assert slow.break_even_s == pytest.approx(advice.break_even_s, rel=0.05)
+    assert slow.break_even_s is not None
+    assert slow.break_even_s < slow.planning_s
+    assert "as given" in advise(slow)[2]
+    said = advise(advice)[2]
+    assert "5,750 us" in said
+    assert "1,150 operations x 5 us" in said
+    assert "Break-even" in said
+    assert any("--planning-us" in note for note in advice.notes)
+    assert fssdp_planning(cluster, None)[0] == DEVICE_S
+    assert fssdp_planning(replace(cluster, shared_cores=2), None)[0] == HOST_S
+    assert fssdp_planning(replace(cluster, planning_s=1e-3, shared_cores=2), None)[0] == 1e-3
+    assert fssdp_planning(replace(cluster, planning_s=1e-3), 2e-3)[0] == 2e-3
+
+
+def test_the_presets_flags_are_where_the_search_starts(
+    job: Job, cluster: Cluster, skewed: Trace
+) -> None:
+    preset = replace(job, fssdp_args={"--fssdp-rematerialize": True, "--fssdp-predictor": "last"})
+    options = Options.of_flags(preset.fssdp_args)
+    assert Settings.of_options(options) == Settings(rematerializes=True, predictor="last")
+    names = ("fssdp", "fssdp-rm")
+    alike = simulate(preset, cluster, skewed, names, num_iterations=2)
+    assert alike.system("fssdp").mean_s == alike.system("fssdp-rm").mean_s
+    assert alike.system("fssdp").peak_bytes == alike.system("fssdp-rm").peak_bytes
+    kept = simulate(job, cluster, skewed, names, num_iterations=2)
+    assert kept.system("fssdp").peak_bytes > kept.system("fssdp-rm").peak_bytes
+    mixtral = read_job("mixtral_8x7b", 32)
+    assert mixtral.fssdp_args == {"--fssdp-rematerialize": True}
+    assert any("preset's --fssdp-rematerialize" in note for note in mixtral.notes)
 
 
 def test_even_loads_leave_it_off(job: Job, cluster: Cluster) -> None:
@@ -119,7 +178,10 @@ def test_memory_decides_too(job: Job, cluster: Cluster, skewed: Trace) -> None:
     peaks = {each.settings: each.result.peak_bytes or 0 for each in free.tried}
     kept, dropped = peaks[Settings()], peaks[Settings(rematerializes=True)]
     assert dropped < kept
-    tight = replace(cluster, memory_bytes=RESERVED_BYTES + min(peaks.values()) + 1)
+    # Later rounds vary other settings around what fits.
+    first = [replace(Settings(), num_replica_slots=n, rematerializes=True) for n in (1, 2)]
+    least = min(peaks[each] for each in first if each in peaks)
+    tight = replace(cluster, memory_bytes=RESERVED_BYTES + least + 1)
     advice = tune(job, tight, skewed, num_iterations=2)
     assert advice.best is not None
     assert advice.best.settings.rematerializes

@@ -8,9 +8,9 @@ loads may differ.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +23,9 @@ from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.simulation.costs import GRAD_BYTES, OPTIMIZER_BYTES, Costs
 from megatron_fssdp.simulation.flow import Flow, flow_of_owners
 from megatron_fssdp.simulation.layers import Traits
+from megatron_fssdp.simulation.systems.planning import FUSED_S
 
 Float64Array = npt.NDArray[np.float64]
-
-# Seconds that a micro-batch waits in each layer for a plan made after the gate: counts, plan,
-# routing. Published of GPU planners at 64 ranks and 256 experts: 67 to 78 us for the placement and
-# 36 to 39 us for the routes (UltraEP's README).
-PLANNING_S = 110e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +38,9 @@ class Options:
         predictor: a name in `planning.predict.PREDICTORS`.
         reshard_interval: iterations between two looks at owners (Hecate, FSSDP); 0: never.
         rearrange_interval: iterations between two rearrangements of SmartMoE, FlexMoE and EPLB.
-        planning_s: see `PLANNING_S`.
+        planning_s: of FSSDP's quotas in a layer and micro-batch; None: see `planning`.
+        rival_planning_s: of others that plan after the gate.
+        rematerializes: `--fssdp-rematerialize`, for FSSDP.
     """
 
     num_replica_slots: int = 2
@@ -50,7 +48,22 @@ class Options:
     predictor: str = "exponential"
     reshard_interval: int = 100
     rearrange_interval: int = 25
-    planning_s: float = PLANNING_S
+    planning_s: float | None = None
+    rival_planning_s: float = FUSED_S
+    rematerializes: bool = False
+
+    @classmethod
+    def of_flags(cls, flags: Mapping[str, Any]) -> Options:
+        """Return what `--fssdp-*` flags say, such as a preset's; others keep their defaults."""
+        default = cls()
+        tolerance = flags.get("--fssdp-balance-tolerance", default.settings.balance_tolerance)
+        return cls(
+            num_replica_slots=flags.get("--fssdp-num-replica-slots", default.num_replica_slots),
+            settings=replace(default.settings, balance_tolerance=tolerance),
+            predictor=flags.get("--fssdp-predictor", default.predictor),
+            reshard_interval=flags.get("--fssdp-reshard-interval", default.reshard_interval),
+            rematerializes=bool(flags.get("--fssdp-rematerialize", False)),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,6 +126,11 @@ class System:
         return Traits()
 
     @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What was assumed in this run, besides `notes`."""
+        return ()
+
+    @property
     def num_slots(self) -> int:
         """Spare slots of a rank and layer."""
         return self.options.num_replica_slots
@@ -154,10 +172,18 @@ class System:
 
     def slot_bytes(self, *, has_grads: bool = True, has_optimizer: bool = False) -> int:
         """Bytes of one replica's slot."""
-        each = self.shape.param_bytes
+        job = self.costs.job
+        each: float = job.param_bytes
         each += GRAD_BYTES if has_grads else 0
-        each += OPTIMIZER_BYTES if has_optimizer else 0
-        return self.shape.num_params // self.costs.job.layout.etp * each
+        if has_optimizer:
+            # In fp32 the parameter itself is the optimizer's copy; cut as owned experts' is.
+            state = OPTIMIZER_BYTES - (4 if job.param_bytes == 4 else 0)
+            each += state / (job.layout.edp if job.has_distributed_optimizer else 1)
+        return round(self.shape.num_params // job.layout.etp * each)
+
+    def two_states(self) -> int:
+        """Bytes of two experts' parameters and optimizer state on a rank."""
+        return 2 * self.costs.state_bytes // self.costs.job.layout.etp
 
     def kept_bytes(self, num_layers: int, slots: int) -> int:
         """Bytes of replicas that stay for the iteration.

@@ -29,7 +29,8 @@ class Hecate(System):
     notes: ClassVar[tuple[str, ...]] = (
         "spAG and spRS are one group call of broadcasts and reduces; the overlap degree t comes "
         "from the modelled attention time; where the paper is silent, the readings in "
-        "planning.materialize and planning.sharding hold",
+        "planning.materialize and planning.sharding hold; it plans on the host, once an iteration, "
+        "hidden: no micro-batch waits for plans",
     )
 
     def set_up(self) -> None:
@@ -53,7 +54,7 @@ class Hecate(System):
     @property
     def traits(self) -> Traits:
         """Fetched under the attention, returned under its backward."""
-        return Traits(fetch="attention", returns="attention", planning_s=self.options.planning_s)
+        return Traits(fetch="attention", returns="attention")
 
     def before_iteration(self) -> tuple[int, float]:
         """Run algorithm 2; experts move whenever its answer differs."""
@@ -93,8 +94,8 @@ class Hecate(System):
         return self.kept_bytes(num_layers, min(self.num_slots, self.degree))
 
     def move_bytes(self) -> int:
-        """As in this project: two experts' state at most."""
-        return 2 * self.costs.state_bytes
+        """As in this project: two experts' state at most, if experts move."""
+        return self.two_states() if self.options.reshard_interval else 0
 
     def _place(self, counts_RE: Int64Array, plan: LayerPlan) -> Placed:
         flow = flow_by_locality(counts_RE, plan, self.topology.node_of_rank)

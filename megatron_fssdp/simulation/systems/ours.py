@@ -21,6 +21,7 @@ from megatron_fssdp.simulation.copies import cheapest_scheduled_s, far_bytes
 from megatron_fssdp.simulation.flow import flow_of_quotas
 from megatron_fssdp.simulation.layers import Traits
 from megatron_fssdp.simulation.systems.common import Placed, System
+from megatron_fssdp.simulation.systems.planning import FUSED_S, fssdp_note, fssdp_planning
 
 
 class PlainEp(System):
@@ -35,8 +36,9 @@ class Fssdp(System):
     name: ClassVar[str] = "fssdp"
     title: ClassVar[str] = "FSSDP (this project)"
     notes: ClassVar[tuple[str, ...]] = (
-        "plans, quotas and schedules come from the code that trains; replicas are fetched once an "
-        "iteration under the attention and their gradients return with the last micro-batch",
+        "plans, quotas and schedules come from the code that trains; replicas that are kept "
+        "are fetched once an iteration under the attention, and their gradients return with the "
+        "last micro-batch",
     )
 
     def set_up(self) -> None:
@@ -54,7 +56,30 @@ class Fssdp(System):
     @property
     def traits(self) -> Traits:
         """Fetched before the attention, returned under its backward."""
-        return Traits(fetch="attention", returns="attention", planning_s=self.options.planning_s)
+        again = self.rematerializes
+        return Traits(
+            fetch="attention",
+            fetches_each=again,
+            fetches_again=again,
+            returns="attention",
+            returns_each=again,
+            planning_s=self.planning[0],
+        )
+
+    @property
+    def planning(self) -> tuple[float, str]:
+        """Seconds of quotas in a layer and micro-batch, and where they are from."""
+        return fssdp_planning(self.costs.cluster, self.options.planning_s)
+
+    @property
+    def rematerializes(self) -> bool:
+        """Whether replicas are fetched for each forward and each backward."""
+        return self.options.rematerializes
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What quotas take."""
+        return (fssdp_note(*self.planning),)
 
     def before_iteration(self) -> tuple[int, float]:
         """Swap owners where the cost model says that it pays, as `integration.resharding` does."""
@@ -100,12 +125,14 @@ class Fssdp(System):
         self.iteration += 1
 
     def replica_bytes(self, num_layers: int) -> int:
-        """Slots of all layers."""
+        """Slots of all layers; re-materialized, of one."""
+        if self.rematerializes:
+            return self.num_slots * self.slot_bytes() if num_layers else 0
         return self.kept_bytes(num_layers, self.num_slots)
 
     def move_bytes(self) -> int:
-        """Two experts' state at most are in flight on a rank."""
-        return 2 * self.costs.state_bytes // self.costs.job.layout.etp
+        """Two experts' state at most are in flight on a rank, if experts move."""
+        return self.two_states() if self.options.reshard_interval else 0
 
     def _total_load(self) -> Int64Array:
         loads = [predictor.predict() for predictor in self.predictors]
@@ -144,10 +171,28 @@ class FssdpRematerialized(Fssdp):
     )
 
     @property
-    def traits(self) -> Traits:
-        """Fetched for each forward and each backward."""
-        return replace(super().traits, fetches_each=True, fetches_again=True, returns_each=True)
+    def rematerializes(self) -> bool:
+        """Whatever the options say."""
+        return True
 
-    def replica_bytes(self, num_layers: int) -> int:
-        """Slots of one layer."""
-        return self.num_slots * self.slot_bytes() if num_layers else 0
+
+class FssdpFused(Fssdp):
+    """FSSDP with a fused quota kernel, which this project does not have yet."""
+
+    name: ClassVar[str] = "fssdp-fused"
+    title: ClassVar[str] = "FSSDP, were quotas fused"
+    notes: ClassVar[tuple[str, ...]] = (
+        "a quota kernel that this project does not have yet: counts and quotas take what fused "
+        "planners of others publish",
+    )
+
+    @property
+    def planning(self) -> tuple[float, str]:
+        """What others' fused planners take."""
+        return FUSED_S, "a fused kernel that does not exist yet, at others' published time"
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What quotas would take."""
+        seconds, source = self.planning
+        return (f"{self.title}: {seconds * 1e6:,.0f} us in each MoE layer ({source})",)

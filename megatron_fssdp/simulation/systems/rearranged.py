@@ -62,10 +62,13 @@ class _Rearranged(System):
         return Traits(returns="attention")
 
     def before_iteration(self) -> tuple[int, float]:
-        """Rearrange: once when loads are known, then every so many iterations."""
+        """Rearrange: once when loads are known, then every so many iterations.
+
+        The first time is within `simulate.WARM_UP`: what a job pays once is nobody's iteration.
+        """
         interval = self.options.rearrange_interval
         load_LE = self.predictor.predict()
-        if load_LE is None or self.iteration % interval != min(5, interval - 1):
+        if load_LE is None or not interval or self.iteration % interval != min(4, interval - 1):
             return 0, 0.0
         new = [
             self._rearrange(load_E, plan) for load_E, plan in zip(load_LE, self.plans, strict=True)
@@ -113,12 +116,15 @@ class _Rearranged(System):
         )
 
     def replica_bytes(self, num_layers: int) -> int:
-        """Slots of all layers, with optimizer state: each replica is trained."""
+        """Slots of all layers, with optimizer state: each replica is trained.
+
+        The state is cut over the expert-data-parallel ranks as that of owned experts.
+        """
         return num_layers * self.num_slots * self.slot_bytes(has_optimizer=True)
 
     def move_bytes(self) -> int:
-        """Two experts' state."""
-        return 2 * self.costs.state_bytes
+        """Two experts' state, if experts move."""
+        return self.two_states() if self.options.rearrange_interval else 0
 
 
 class SmartMoE(_Rearranged):
