@@ -84,6 +84,8 @@ def test_todays_quotas_are_charged_unless_something_else_is_known(
     advice = tune(job, cluster, skewed, num_iterations=4)
     assert advice.planning_s == pytest.approx(5.75e-3)
     assert advice.break_even_s is not None
+    # Four iterations tell nothing of moves, also not that none are best.
+    assert {each.settings.reshard_interval for each in advice.tried} == {100}
     slow = tune(job, cluster, skewed, num_iterations=4, planning_s=1.2 * advice.break_even_s)
     assert not slow.is_worth_it
     assert slow.break_even_s == pytest.approx(advice.break_even_s, rel=0.05)
