@@ -312,9 +312,10 @@ def _rounds(job: Job, num_iterations: int) -> Iterator[Callable[[Settings], list
     ]
     yield lambda best: [replace(best, predictor=each) for each in PREDICTORS]
     yield lambda best: [replace(best, balance_tolerance=each) for each in TOLERANCES]
-    # An interval that never comes round shows nothing.
-    seen = [each for each in INTERVALS if each < num_iterations or each == 100]
-    yield lambda best: [replace(best, reshard_interval=each) for each in seen]
+    # An interval that never comes round shows nothing, neither for it nor for never.
+    seen = [each for each in INTERVALS if 0 < each < num_iterations]
+    if seen:
+        yield lambda best: [replace(best, reshard_interval=each) for each in (0, *seen)]
 
 
 def _choose(fitting: list[Tried], so_far: Tried | None) -> Tried:

@@ -98,6 +98,8 @@ def test_todays_quotas_are_charged_unless_something_else_is_known(
     advice = tune(job, cluster, skewed, num_iterations=2 * LEAST_HELD_OUT)
     assert advice.planning_s == pytest.approx(5.75e-3)
     assert advice.break_even_s is not None
+    # So few iterations tell nothing of moves, also not that none are best.
+    assert {each.settings.reshard_interval for each in advice.tried} == {100}
     slow = tune(
         job,
         cluster,
