@@ -214,7 +214,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "loads saved by the wrong rank": Mutant(
         _let_the_wrong_rank_save,
-        ("tests/integration/test_layout_features.py::test_layouts_save_and_resume",),
+        ("tests/integration/test_etp.py::test_one_rank_speaks_and_one_saves",),
     ),
 }
 

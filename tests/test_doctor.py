@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from megatron_fssdp.cli import app
 from megatron_fssdp.integration import versions
+from megatron_fssdp.integration.versions import SUPPORTED_CORES_TEXT
 from megatron_fssdp.tools import doctor
 from megatron_fssdp.tools.doctor import Facts, describe, examine
 
@@ -114,7 +115,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 0, result.output
     for name in ("torch", "CUDA", "NCCL", "megatron-core", "Transformer Engine", "DeepEP", "host"):
         assert f"\n{name} " in result.output
-    assert "Supported: megatron-core >= 0.19, < 0.21." in result.output
+    assert f"Supported: {SUPPORTED_CORES_TEXT}." in result.output
     assert "UserWarning" not in result.output
 
     monkeypatch.setattr(versions, "core_version", lambda: "0.18.0")

@@ -88,7 +88,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("seed", a_few(range(20), (0, 1, 2)))
+@pytest.mark.parametrize("seed", a_few(range(20), (0,)))
 def test_killed_anywhere_resumes_with_the_right_losses(
     seed: int, tmp_path: Path, undisturbed: list[float]
 ) -> None:
