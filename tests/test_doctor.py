@@ -118,8 +118,8 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"Supported: {SUPPORTED_CORES_TEXT}." in result.output
     assert "UserWarning" not in result.output
 
-    monkeypatch.setattr(versions, "core_version", lambda: "0.18.0")
+    monkeypatch.setattr(versions, "core_version", lambda: "0.16.0")
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1
-    assert "BREAKS: megatron-core 0.18.0. Not supported" in result.output
+    assert "BREAKS: megatron-core 0.16.0. Not supported" in result.output
     assert "fix: pip install" in result.output
