@@ -249,7 +249,8 @@ def run_tests(tests: tuple[str, ...], mutant: str | None = None) -> bool:
     answer = subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # A named case may be one that the default run leaves out.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "FSSDP_ALL": "1"},
         capture_output=True,
         text=True,
         check=False,
@@ -267,6 +268,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutants; all by default")
     names = parser.parse_args().names or list(MUTANTS)
+    if unknown := sorted(set(names) - set(MUTANTS)):
+        parser.error(f"no mutant {', '.join(unknown)}; there are: {', '.join(MUTANTS)}")
     console = Console()
     tests = tuple(dict.fromkeys(test for name in names for test in MUTANTS[name].tests))
     if not run_tests(tests):
