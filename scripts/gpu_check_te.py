@@ -34,7 +34,6 @@ ROWS_BE = ((100, 0, 33, 7), (0, 64, 7, 0), (0, 0, 0, 0))
 OWNER = np.array([0, 0, 1, 1])
 # Of rank 0: it owns experts 0 and 1.
 SLOTS = ((0, 1, 2, 3, EMPTY), (0, 1, 3, 2, EMPTY))
-FORMATS = ("", "tensorwise", "blockwise", "mxfp8")
 # bf16 keeps 8 bits; the same products may run as other kernels. Stale weights are off by far more.
 TOLERANCE = 0.02
 

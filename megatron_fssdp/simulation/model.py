@@ -182,10 +182,6 @@ class Job:
         tokens = layout.micro_batch * self.shape.sequence * layout.etp
         return max(tokens // (layout.tp * layout.cp), 1)
 
-    def with_microbatches(self, num_microbatches: int) -> Job:
-        """Return the job with another batch."""
-        return replace(self, layout=replace(self.layout, num_microbatches=num_microbatches))
-
 
 def read_job(
     name: str, num_ranks: int | None = None, changes: Mapping[str, Any] | None = None

@@ -10,18 +10,19 @@ from typing import ClassVar
 import numpy as np
 
 from megatron_fssdp.planning.cost import overlap_degree
-from megatron_fssdp.planning.moves import Homes, moves_s, plan_moves
+from megatron_fssdp.planning.moves import moves_s, plan_moves
 from megatron_fssdp.planning.plan import Int64Array, LayerPlan
-from megatron_fssdp.planning.planner import PlanSettings, plan_layers
+from megatron_fssdp.planning.planner import PlanSettings
 from megatron_fssdp.planning.predict import SlidingMean
 from megatron_fssdp.planning.sharding import shard_by_load
 from megatron_fssdp.simulation.copies import broadcast_s, replicated
 from megatron_fssdp.simulation.flow import flow_by_locality
 from megatron_fssdp.simulation.layers import Traits
-from megatron_fssdp.simulation.systems.common import Placed, System
+from megatron_fssdp.simulation.systems.common import Placed
+from megatron_fssdp.simulation.systems.planned import Planned
 
 
-class Hecate(System):
+class Hecate(Planned):
     """Sliding mean of 5, algorithm 1 with the overlap degree, algorithm 2, tokens by locality."""
 
     name: ClassVar[str] = "hecate"
@@ -35,11 +36,8 @@ class Hecate(System):
 
     def set_up(self) -> None:
         """Work out t: experts that can be sent within a layer's non-MoE time (section 4.2)."""
+        super().set_up()
         self.predictors = [SlidingMean(5) for _ in range(self.num_groups)]
-        self.homes = [
-            Homes.even(stage.stop - stage.start, self.owner_LE.shape[1], self.num_ranks)
-            for stage in self.stages
-        ]
         first = self.costs.job.shape.moe_layers[0]
         # A broadcast enters a node once, so all adapters that a node's ranks share serve it.
         sharing = np.bincount(self.topology.node_R).min()
@@ -56,48 +54,19 @@ class Hecate(System):
         """Fetched under the attention, returned under its backward."""
         return Traits(fetch="attention", returns="attention")
 
-    def before_iteration(self) -> tuple[int, float]:
+    def _look(self, index: int, load_LE: Int64Array) -> tuple[int, float]:
         """Run algorithm 2; experts move whenever its answer differs."""
-        interval = self.options.reshard_interval
-        if not interval or not self.iteration or self.iteration % interval:
-            return 0, 0.0
-        loads = [predictor.predict() for predictor in self.predictors]
-        load_LE = np.sum([load for load in loads if load is not None], axis=0)
-        moved, slowest_s = 0, 0.0
-        for index, stage in enumerate(self.stages):
-            new_LE = shard_by_load(load_LE[stage], self.owner_LE[stage], self.topology, self.degree)
-            self.homes[index], rounds = plan_moves(self.homes[index], new_LE)
-            moved += sum(map(len, rounds))
-            move_s = moves_s(rounds, self.topology, self.costs.state_bytes)
-            slowest_s = max(slowest_s, move_s)
-        self.owner_LE = np.concatenate([homes.owner_LE for homes in self.homes])
-        return moved, slowest_s
-
-    def place(self, group: int, counts_LRE: Int64Array) -> list[Placed]:
-        """Run algorithm 1 on the prediction; a token stays where its expert is."""
-        plan = plan_layers(
-            self.predictors[group].predict(), self.owner_LE, self.topology, self.settings
-        )
-        return [
-            self._place(counts_RE, layer)
-            for counts_RE, layer in zip(counts_LRE, plan.layers, strict=True)
-        ]
-
-    def observe(self, counts_GLRE: Int64Array) -> None:
-        """Feed the predictors."""
-        for predictor, counts_LRE in zip(self.predictors, counts_GLRE, strict=True):
-            predictor.update(counts_LRE.sum(axis=1))
-        self.iteration += 1
+        owner_LE = self.homes[index].owner_LE
+        new_LE = shard_by_load(load_LE, owner_LE, self.topology, self.degree)
+        self.homes[index], rounds = plan_moves(self.homes[index], new_LE)
+        return sum(map(len, rounds)), moves_s(rounds, self.topology, self.costs.state_bytes)
 
     def replica_bytes(self, num_layers: int) -> int:
         """Slots of all layers."""
         return self.kept_bytes(num_layers, min(self.num_slots, self.degree))
 
-    def move_bytes(self) -> int:
-        """As in this project: two experts' state at most, if experts move."""
-        return self.two_states() if self.options.reshard_interval else 0
-
     def _place(self, counts_RE: Int64Array, plan: LayerPlan) -> Placed:
+        """A token stays where its expert is."""
         flow = flow_by_locality(counts_RE, plan, self.topology.node_of_rank)
         members, network, shape = replicated(plan), self.costs.network, self.shape
         gradient_bytes = shape.num_params * shape.grad_bytes

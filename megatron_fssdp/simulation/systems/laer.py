@@ -15,10 +15,11 @@ from megatron_fssdp.simulation.baselines.common import with_replicas
 from megatron_fssdp.simulation.copies import shards_s
 from megatron_fssdp.simulation.flow import flow_by_locality
 from megatron_fssdp.simulation.layers import Traits
-from megatron_fssdp.simulation.systems.common import Placed, System
+from megatron_fssdp.simulation.systems.common import Placed
+from megatron_fssdp.simulation.systems.planned import Predicting
 
 
-class Laer(System):
+class Laer(Predicting):
     """A new layout every iteration from the last one's loads, restored in every micro-batch."""
 
     name: ClassVar[str] = "laer"
@@ -55,12 +56,6 @@ class Laer(System):
                 plan = laer.plan(load_LE[layer], owner_E, self.topology, self.num_slots)
             plans.append(plan)
         return [self._place(counts, plan) for counts, plan in zip(counts_LRE, plans, strict=True)]
-
-    def observe(self, counts_GLRE: Int64Array) -> None:
-        """Remember the loads."""
-        for predictor, counts_LRE in zip(self.predictors, counts_GLRE, strict=True):
-            predictor.update(counts_LRE.sum(axis=1))
-        self.iteration += 1
 
     def _place(self, counts_RE: Int64Array, plan: LayerPlan) -> Placed:
         flow = flow_by_locality(counts_RE, plan, self.topology.node_of_rank, ("node",))

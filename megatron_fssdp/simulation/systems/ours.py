@@ -7,12 +7,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-import numpy as np
-
-from megatron_fssdp.planning.moves import Homes, moves_s, plan_moves
+from megatron_fssdp.planning.moves import moves_s, plan_moves
 from megatron_fssdp.planning.plan import Int64Array, LayerPlan
-from megatron_fssdp.planning.planner import plan_layers
-from megatron_fssdp.planning.predict import PREDICTORS, Predictor
+from megatron_fssdp.planning.predict import PREDICTORS
 from megatron_fssdp.planning.quotas import balance
 from megatron_fssdp.planning.schedule import traffic
 from megatron_fssdp.planning.sharding import shard_for_replicas
@@ -21,6 +18,7 @@ from megatron_fssdp.simulation.copies import cheapest_scheduled_s, far_bytes
 from megatron_fssdp.simulation.flow import flow_of_quotas
 from megatron_fssdp.simulation.layers import Traits
 from megatron_fssdp.simulation.systems.common import Placed, System
+from megatron_fssdp.simulation.systems.planned import Planned
 from megatron_fssdp.simulation.systems.planning import FUSED_S, fssdp_note, fssdp_planning
 
 
@@ -30,7 +28,7 @@ class PlainEp(System):
     title: ClassVar[str] = "EP (Megatron)"
 
 
-class Fssdp(System):
+class Fssdp(Planned):
     """This project: predicted loads, `planner.plan_layers`, quotas of the true counts."""
 
     name: ClassVar[str] = "fssdp"
@@ -43,15 +41,12 @@ class Fssdp(System):
 
     def set_up(self) -> None:
         """Start with even owners and no loads seen."""
+        super().set_up()
         self.settings = replace(
             self.options.settings, num_replica_slots=self.options.num_replica_slots
         )
         make = PREDICTORS[self.options.predictor]
-        self.predictors: list[Predictor] = [make() for _ in range(self.num_groups)]
-        self.homes = [
-            Homes.even(stage.stop - stage.start, self.owner_LE.shape[1], self.num_ranks)
-            for stage in self.stages
-        ]
+        self.predictors = [make() for _ in range(self.num_groups)]
 
     @property
     def traits(self) -> Traits:
@@ -81,27 +76,21 @@ class Fssdp(System):
         """What quotas take."""
         return (fssdp_note(*self.planning),)
 
-    def before_iteration(self) -> tuple[int, float]:
+    def _look(self, index: int, load_LE: Int64Array) -> tuple[int, float]:
         """Swap owners where the cost model says that it pays, as `integration.resharding` does."""
-        interval = self.options.reshard_interval
-        if not interval or not self.iteration or self.iteration % interval:
-            return 0, 0.0
-        load_LE = self._total_load()
-        looks = [
-            self._look(index, load_LE[stage], self.owner_LE[stage])
-            for index, stage in enumerate(self.stages)
-        ]
-        self.owner_LE = np.concatenate([homes.owner_LE for homes in self.homes])
-        return sum(moved for moved, _ in looks), max(move_s for _, move_s in looks)
-
-    def _look(self, index: int, load_LE: Int64Array, owner_LE: Int64Array) -> tuple[int, float]:
-        """Move a stage's experts if that pays; return how many, and the seconds."""
+        load_LE, owner_LE = load_LE // self.num_groups, self.homes[index].owner_LE
         new_LE = shard_for_replicas(load_LE, owner_LE, self.num_ranks)
         homes, rounds = plan_moves(self.homes[index], new_LE)
         if not rounds:
             return 0, 0.0
         saved_s = saved_by_owners(
-            load_LE, owner_LE, new_LE, self.topology, self.settings, self.shape, self.rate
+            load_LE,
+            owner_LE,
+            new_LE,
+            self.topology,
+            self.settings,
+            self.shape,
+            self.rate,
         )
         move_s = moves_s(rounds, self.topology, self.costs.state_bytes)
         if saved_s * self.options.reshard_interval <= move_s:
@@ -109,34 +98,11 @@ class Fssdp(System):
         self.homes[index] = homes
         return sum(map(len, rounds)), move_s
 
-    def place(self, group: int, counts_LRE: Int64Array) -> list[Placed]:
-        """Plan from predicted loads, split the true counts by quotas."""
-        predicted_LE = self.predictors[group].predict()
-        plan = plan_layers(predicted_LE, self.owner_LE, self.topology, self.settings)
-        return [
-            self._place(counts_RE, layer)
-            for counts_RE, layer in zip(counts_LRE, plan.layers, strict=True)
-        ]
-
-    def observe(self, counts_GLRE: Int64Array) -> None:
-        """Feed the predictors, one a group."""
-        for predictor, counts_LRE in zip(self.predictors, counts_GLRE, strict=True):
-            predictor.update(counts_LRE.sum(axis=1))
-        self.iteration += 1
-
     def replica_bytes(self, num_layers: int) -> int:
         """Slots of all layers; re-materialized, of one."""
         if self.rematerializes:
             return self.num_slots * self.slot_bytes() if num_layers else 0
         return self.kept_bytes(num_layers, self.num_slots)
-
-    def move_bytes(self) -> int:
-        """Two experts' state at most are in flight on a rank, if experts move."""
-        return self.two_states() if self.options.reshard_interval else 0
-
-    def _total_load(self) -> Int64Array:
-        loads = [predictor.predict() for predictor in self.predictors]
-        return np.sum([load for load in loads if load is not None], axis=0) // self.num_groups
 
     def _place(self, counts_RE: Int64Array, plan: LayerPlan) -> Placed:
         nodes = self.topology.node_of_rank
