@@ -91,6 +91,7 @@ class Fssdp(Planned):
             self.settings,
             self.shape,
             self.rate,
+            self.costs.job.layout.num_microbatches,
         )
         move_s = moves_s(rounds, self.topology, self.costs.state_bytes)
         if saved_s * self.options.reshard_interval <= move_s:
