@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from moe_config import moe_config
+from ranks import become_rank
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -240,18 +240,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=15, help="timed iterations of each case")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args()
-    if "RANK" not in os.environ:
-        from torch.distributed.run import main as torchrun
-
-        command = ["--standalone", f"--nproc-per-node={RANKS}", __file__, *sys.argv[1:]]
-        os.environ["OMP_NUM_THREADS"] = "1"
-        torchrun(command)
+    if not become_rank(RANKS, __file__):
         return 0
-    torch.set_num_threads(1)
-    from megatron_fssdp.integration import cpu_platform
-
-    cpu_platform.enable()
-    dist.init_process_group("gloo")
     results = measure(args.repeats)
     if dist.get_rank() == 0:
         comparisons = report(results)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from layer import EXPERTS, FFN, HIDDEN, RANKS, TOKENS, TOPK, Case
+from ranks import become_rank
 from rich.console import Console
 from rich.progress import track
 from tables import show
@@ -126,17 +126,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=31, help="timed iterations of each kind")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args()
-    if "RANK" not in os.environ:
-        from torch.distributed.run import main as torchrun
-
-        os.environ["OMP_NUM_THREADS"] = "1"
-        torchrun(["--standalone", f"--nproc-per-node={RANKS}", __file__, *sys.argv[1:]])
+    if not become_rank(RANKS, __file__):
         return 0
-    torch.set_num_threads(1)
-    from megatron_fssdp.integration import cpu_platform
-
-    cpu_platform.enable()
-    dist.init_process_group("gloo")
     rows = measure(args.repeats)
     if dist.get_rank() == 0:
         console = Console()

@@ -114,9 +114,7 @@ class FSSDPMoELayer(MoELayer):
     def set_layer_number(self, layer_number: int) -> None:
         """Take the number that the transformer layer gives; messages name it."""
         super().set_layer_number(layer_number)
-        # MTP counts its layers from 1 again; Megatron's logs count them on.
-        before = self.config.num_layers if self.is_mtp_layer else 0
-        self._runtime.number_layer(self._index, before + layer_number)
+        self._runtime.number_layer(self._index, number_in_model(self, layer_number))
 
     def start_replicas(self) -> None:
         """Start to fetch this forward's replicas: call it before the layer's attention."""
@@ -235,6 +233,12 @@ class FSSDPMoELayer(MoELayer):
             for module in experts.modules():
                 for hook in module._forward_pre_hooks.values():
                     hook(module, ())
+
+
+def number_in_model(layer: MoELayer, layer_number: int) -> int:
+    """Count MTP's layers, which Megatron numbers from 1 again, on from the decoder's."""
+    before: int = layer.config.num_layers if layer.is_mtp_layer else 0
+    return before + layer_number
 
 
 def _shape(config: TransformerConfig, runtime: FSSDPRuntime, num_shards: int) -> LayerShape:

@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron_fssdp.config import FSSDPConfig
 from megatron_fssdp.integration import outlook
 from megatron_fssdp.integration.agreement import gather_objects
-from megatron_fssdp.integration.layer import gather_counts
+from megatron_fssdp.integration.layer import gather_counts, number_in_model
 from megatron_fssdp.integration.recorder import TraceRecorder
 from megatron_fssdp.integration.records import IterationRecord
 from megatron_fssdp.integration.resharding import Reshard
@@ -119,9 +119,7 @@ def watch_routers(model: Iterable[torch.nn.Module], runtime: FSSDPRuntime) -> No
                 groups = layer.ep_group, layer.token_dispatcher.tp_ep_group
                 index = runtime.add_layer(layer.config.num_moe_experts, *groups, None)
                 if layer.layer_number is not None:
-                    # MTP counts its layers from 1 again; Megatron's logs count them on.
-                    before = layer.config.num_layers if layer.is_mtp_layer else 0
-                    runtime.number_layer(index, before + layer.layer_number)
+                    runtime.number_layer(index, number_in_model(layer, layer.layer_number))
                 layer.router.register_forward_hook(_counting(runtime, index, *groups))
 
 
