@@ -159,7 +159,8 @@ def test_moves_take_their_time_once() -> None:
 
 @pytest.mark.parametrize("name", ["fssdp", "hecate"])
 def test_owners_change_within_their_stage_and_only_where_that_pays(name) -> None:
-    job = make_job(8, num_layers=4, pipeline_model_parallel_size=2, global_batch_size=32)
+    job = make_job(8, num_layers=4, pipeline_model_parallel_size=2, global_batch_size=8)
+    assert job.layout.num_microbatches == 1
     trace = ZipfTrace(1.0, 8, 4, 4, 12, tokens=512, seed=3)
     moved = {}
     # A move's bytes are those of tokens that many iterations save: not those of one.
