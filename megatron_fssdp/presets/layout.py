@@ -16,6 +16,7 @@ from megatron_fssdp.presets.sizes import (
     Args,
     Sizes,
     count_parameters,
+    is_gated,
 )
 
 # Flags that sizes are computed from.
@@ -33,24 +34,53 @@ COUNTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of the parallel groups.
+    """How a job is spread over ranks: Megatron's parallel sizes, and its batch.
+
+    Dense parts: tp * cp * dp * pp ranks; experts: etp * ep * edp * pp. Ranks are numbered as
+    Megatron does it: within a pipeline stage, first tp (etp), then cp and ep, then data.
 
     Attributes:
-        tp, pp, cp, ep, etp: tensor, pipeline, context, expert and expert tensor parallelism.
-        dp: replicas of the dense part; edp: of the experts.
+        num_ranks: W.
+        tp, pp, cp, ep, etp: parallel sizes.
+        micro_batch: sequences of a micro-batch.
         num_microbatches: of a pipeline in an iteration.
-        layers_P: layers of each pipeline stage.
+        layers_P: transformer layers of each stage.
     """
 
-    tp: int
-    pp: int
-    cp: int
-    ep: int
-    etp: int
-    dp: int
-    edp: int
-    num_microbatches: int
+    num_ranks: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    micro_batch: int = 1
+    num_microbatches: int = 1
     layers_P: tuple[int, ...]
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size of the dense parts."""
+        return self.num_ranks // (self.tp * self.pp * self.cp)
+
+    @property
+    def edp(self) -> int:
+        """Data-parallel size of the experts."""
+        return self.num_ranks // (self.etp * self.pp * self.ep)
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.num_ranks // self.pp
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of an iteration."""
+        return self.micro_batch * self.num_microbatches * self.dp
+
+    def layers_of(self, stage: int) -> range:
+        """Return the numbers of a stage's layers, from 1."""
+        first = sum(self.layers_P[:stage]) + 1
+        return range(first, first + self.layers_P[stage])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,13 +148,13 @@ def read_layout(args: Args, num_gpus: int) -> Layout:
             f"--pipeline-model-parallel-size {pp} as micro-batches, not {num_microbatches}"
         )
     return Layout(
+        num_ranks=num_gpus,
         tp=tp,
         pp=pp,
         cp=cp,
         ep=ep,
         etp=etp,
-        dp=dp,
-        edp=num_gpus // (ep * etp * pp),
+        micro_batch=micro_batch,
         num_microbatches=num_microbatches,
         layers_P=_split_layers(args, pp, virtual),
     )
@@ -227,7 +257,7 @@ def _activations_of(args: Mapping[str, Any], is_moe: bool) -> float:
     if "--multi-latent-attention" in args:
         width, groups = args["--qk-head-dim"] + args["--qk-pos-emb-head-dim"], heads
     attention = 3 * hidden + (2 * heads + 2 * groups) * width
-    inner = 3 if "--swiglu" in args or "--quick-geglu" in args else 2
+    inner = 3 if is_gated(args) else 2
     ffn = args.get("--ffn-hidden-size", 4 * hidden)
     if not is_moe:
         return attention + hidden + inner * ffn

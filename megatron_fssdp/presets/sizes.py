@@ -144,11 +144,12 @@ def _count_latent_attention(args: Args) -> int:
 
 def _count_mlp(args: Args, ffn: int, has_bias: bool) -> int:
     hidden = args["--hidden-size"]
-    inner = ffn * (2 if _is_gated(args) else 1)
+    inner = ffn * (2 if is_gated(args) else 1)
     return hidden * inner + ffn * hidden + (inner + hidden) * has_bias
 
 
-def _is_gated(args: Args) -> bool:
+def is_gated(args: Args) -> bool:
+    """Whether MLPs multiply their activation by a gate: a third matrix."""
     return "--swiglu" in args or "--quick-geglu" in args
 
 

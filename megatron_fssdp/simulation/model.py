@@ -15,61 +15,10 @@ from typing import Any, Literal
 
 from megatron_fssdp.planning.cost import LayerShape
 from megatron_fssdp.presets.files import Preset, choose_layout, merge, read_preset, to_words
-from megatron_fssdp.presets.layout import read_layout
-from megatron_fssdp.presets.sizes import Sizes, count_parameters
+from megatron_fssdp.presets.layout import Layout, read_layout
+from megatron_fssdp.presets.sizes import Sizes, count_parameters, is_gated
 
 Recompute = Literal["none", "moe", "full"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How a job is spread over ranks: Megatron's parallel sizes, and its batch.
-
-    Dense parts: tp * cp * dp * pp ranks; experts: etp * ep * edp * pp. Ranks are numbered as
-    Megatron does it: within a pipeline stage, first tp (etp), then cp and ep, then data.
-
-    Attributes:
-        num_ranks: W.
-        tp, pp, cp, ep, etp: parallel sizes.
-        micro_batch: sequences of a micro-batch.
-        num_microbatches: of a pipeline in an iteration.
-        layers_P: transformer layers of each stage.
-    """
-
-    num_ranks: int
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
-    micro_batch: int = 1
-    num_microbatches: int = 1
-    layers_P: tuple[int, ...]
-
-    @property
-    def dp(self) -> int:
-        """Data-parallel size of the dense parts."""
-        return self.num_ranks // (self.tp * self.pp * self.cp)
-
-    @property
-    def edp(self) -> int:
-        """Data-parallel size of the experts."""
-        return self.num_ranks // (self.etp * self.pp * self.ep)
-
-    @property
-    def ranks_per_stage(self) -> int:
-        """Ranks of a pipeline stage."""
-        return self.num_ranks // self.pp
-
-    @property
-    def global_batch(self) -> int:
-        """Sequences of an iteration."""
-        return self.micro_batch * self.num_microbatches * self.dp
-
-    def layers_of(self, stage: int) -> range:
-        """Return the numbers of a stage's layers, from 1."""
-        first = sum(self.layers_P[:stage]) + 1
-        return range(first, first + self.layers_P[stage])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,17 +188,7 @@ def job_from_flags(args: Mapping[str, Any], name: str, num_ranks: int) -> Job:
         recompute = "moe"
     return Job(
         shape=shape,
-        layout=Layout(
-            num_ranks=num_ranks,
-            tp=layout.tp,
-            pp=layout.pp,
-            cp=layout.cp,
-            ep=layout.ep,
-            etp=layout.etp,
-            micro_batch=int(args["--micro-batch-size"]),
-            num_microbatches=layout.num_microbatches,
-            layers_P=layout.layers_P,
-        ),
+        layout=layout,
         param_bytes=2 if args.get("--bf16") or args.get("--fp16") else 4,
         has_distributed_optimizer=bool(args.get("--use-distributed-optimizer")),
         overlaps_grad_reduce=bool(args.get("--overlap-grad-reduce")),
@@ -284,7 +223,7 @@ def _shape(args: Mapping[str, Any], name: str) -> ModelShape:
         ffn_size=ffn,
         moe_ffn_size=args.get("--moe-ffn-hidden-size", ffn),
         shared_ffn_size=args.get("--moe-shared-expert-intermediate-size", 0),
-        num_matrices=3 if "--swiglu" in args or "--quick-geglu" in args else 2,
+        num_matrices=3 if is_gated(args) else 2,
         core_width=core_width,
         num_heads=heads,
         vocab_size=args["--padded-vocab-size"],

@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from megatron_fssdp.presets.files import find_file
-from megatron_fssdp.simulation.cluster import Cluster, load_cluster
-from megatron_fssdp.simulation.model import Job, read_job
+from megatron_fssdp.simulation.cluster import Cluster
+from megatron_fssdp.simulation.model import Job
 from megatron_fssdp.simulation.report import write_report
 from megatron_fssdp.simulation.report.words import gigabytes
 from megatron_fssdp.simulation.result import Result, SystemResult, write_result
@@ -23,7 +22,7 @@ from megatron_fssdp.simulation.simulate import WARM_UP, simulate
 from megatron_fssdp.simulation.spread import Trace
 from megatron_fssdp.simulation.systems import SYSTEMS, Options
 from megatron_fssdp.simulation.timeline import chrome_trace
-from megatron_fssdp.tools.traces import DEFAULT_ITERATIONS, open_loads
+from megatron_fssdp.tools.traces import DEFAULT_ITERATIONS, open_job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +48,14 @@ def run(request: Request, console: Console) -> Result:
     Raises:
         ValueError: if a file, a name or a size is wrong; the message is for the user.
     """
-    cluster = load_cluster(find_file("clusters", request.cluster))
-    num_ranks = None if request.nodes is None else request.nodes * cluster.ranks_per_node
-    changes = {} if request.global_batch is None else {"--global-batch-size": request.global_batch}
-    job = read_job(request.model, num_ranks, changes)
-    trace = open_loads(request.trace, job, request.iterations)
+    job, cluster, trace = open_job(
+        request.model,
+        request.cluster,
+        request.trace,
+        nodes=request.nodes,
+        iterations=request.iterations,
+        global_batch=request.global_batch,
+    )
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),

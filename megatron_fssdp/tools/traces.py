@@ -12,9 +12,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from megatron_fssdp.presets.files import find_file
 from megatron_fssdp.simulation import importers, spread
+from megatron_fssdp.simulation.cluster import Cluster, load_cluster
 from megatron_fssdp.simulation.measured import straggler
-from megatron_fssdp.simulation.model import Job
+from megatron_fssdp.simulation.model import Job, read_job
 from megatron_fssdp.simulation.simulate import WARM_UP
 from megatron_fssdp.simulation.traces import Trace, open_trace, owned_loads
 
@@ -39,6 +41,27 @@ def open_any(path: Path, num_ranks: int | None = None, num_experts: int | None =
     tables = [_load(file) for file in files]
     counts_ILRE, notes = importers.from_dumps(tables, str(path), num_ranks or 1)
     return Trace.of(counts_ILRE, str(path), tuple(notes))
+
+
+def open_job(
+    model: str,
+    cluster: str,
+    trace: str,
+    *,
+    nodes: int | None = None,
+    iterations: int | None = None,
+    global_batch: int | None = None,
+) -> tuple[Job, Cluster, spread.Trace]:
+    """Read what the command lines of `simulate` and `tune` name.
+
+    Raises:
+        ValueError: if a file, a name or a size is wrong; the message is for the user.
+    """
+    machine = load_cluster(find_file("clusters", cluster))
+    num_ranks = None if nodes is None else nodes * machine.ranks_per_node
+    changes = {} if global_batch is None else {"--global-batch-size": global_batch}
+    job = read_job(model, num_ranks, changes)
+    return job, machine, open_loads(trace, job, iterations)
 
 
 def open_loads(name: str, job: Job, num_iterations: int | None = None) -> spread.Trace:

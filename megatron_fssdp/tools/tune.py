@@ -7,13 +7,10 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from megatron_fssdp.presets.files import find_file
-from megatron_fssdp.simulation.cluster import load_cluster
-from megatron_fssdp.simulation.model import read_job
 from megatron_fssdp.simulation.report.words import gigabytes, seconds
 from megatron_fssdp.simulation.simulate import WARM_UP
 from megatron_fssdp.simulation.tune import LEAST_HELD_OUT, Advice, tune
-from megatron_fssdp.tools.traces import open_loads
+from megatron_fssdp.tools.traces import open_job
 
 
 def run(
@@ -32,11 +29,9 @@ def run(
     Raises:
         ValueError: if a file, a name or a size is wrong; the message is for the user.
     """
-    machine = load_cluster(find_file("clusters", cluster))
-    num_ranks = None if nodes is None else nodes * machine.ranks_per_node
-    changes = {} if global_batch is None else {"--global-batch-size": global_batch}
-    job = read_job(model, num_ranks, changes)
-    loads = open_loads(trace, job, iterations)
+    job, machine, loads = open_job(
+        model, cluster, trace, nodes=nodes, iterations=iterations, global_batch=global_batch
+    )
     with Console(stderr=True).status("simulating plain EP") as status:
         advice = tune(
             job,
