@@ -17,7 +17,6 @@ from megatron_fssdp.simulation.simulate import WARM_UP, simulate
 from megatron_fssdp.simulation.spread import ZipfTrace
 from megatron_fssdp.simulation.systems import Options
 from megatron_fssdp.simulation.systems.hecate import Hecate
-from megatron_fssdp.simulation.systems.planning import DEVICE_S, FUSED_S
 
 # One setting for all cells. The paper reports neither data nor loads, only that EP is "up to
 # 5.18x" slower at its worst imbalance: with this exponent the worst layer of any iteration has a
@@ -40,10 +39,8 @@ BASELINES = ("fastermoe", "smartmoe", "flexmoe")
 PUBLISHED = ("hecate", "hecate-rm")
 # Ours: no spare replicas, as on links so slow their bytes do not hide; the flags' defaults, which
 # fill all slots of a layer that needs any, stand beside it.
-# Quotas take what today's routine is assumed to take; beside it, with a fused kernel that does not
-# exist yet.
-OURS, OURS_RM, OURS_FUSED, OURS_DEFAULT = "fssdp", "fssdp-rm", "fssdp-fused", "fssdp, defaults"
-SYSTEMS = ("ep", *BASELINES, *PUBLISHED, OURS, OURS_RM, OURS_FUSED, OURS_DEFAULT)
+OURS, OURS_RM, OURS_DEFAULT = "fssdp", "fssdp-rm", "fssdp, defaults"
+SYSTEMS = ("ep", *BASELINES, *PUBLISHED, OURS, OURS_RM, OURS_DEFAULT)
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,7 @@ def run_cell(cell: Cell, num_iterations: int = ITERATIONS) -> Result:
         )
 
     theirs = run(("ep", *BASELINES, *PUBLISHED), SLOTS, PlanSettings())
-    ours = run((OURS, OURS_RM, OURS_FUSED), OUR_SLOTS, PlanSettings(spare_tokens=None)).systems
+    ours = run((OURS, OURS_RM), OUR_SLOTS, PlanSettings(spare_tokens=None)).systems
     default = run((OURS,), OUR_SLOTS, PlanSettings()).systems[0]
     default = replace(default, name=OURS_DEFAULT, title="FSSDP, flags' defaults")
     return replace(theirs, systems=(*theirs.systems, *ours, default))
@@ -156,7 +153,6 @@ def describe_setting() -> str:
         f"Loads: Zipf {EXPONENT} in each layer in another order, drifting slowly, seed {SEED}; "
         f"{TOKENS} tokens of a GPU in one micro-batch an iteration; {SLOTS} replica slots "
         f"({OUR_SLOTS} and no spare replicas for ours); owners and placements looked at every "
-        f"{INTERVAL} iterations; bf16, distributed optimizer; our quotas {1e6 * DEVICE_S:,.0f} us "
-        f"a layer, fused {1e6 * FUSED_S:.0f}, Hecate's plans hidden. The same in all cells; none "
-        "is tuned."
+        f"{INTERVAL} iterations; bf16, distributed optimizer; our quotas on the host, "
+        "Hecate's plans hidden. The same in all cells; none is tuned."
     )

@@ -157,7 +157,8 @@ def split_source(
     [[5, 1], [1, 0]]; rank 1 keeps its own: [[0, 2], [1, 0]].
     """
     tables = quota_tables(plan, node_of_rank)
-    return _sent(counts_RE, _rooms(counts_RE, quota_EI, tables), tables, quota_EI.shape, source)
+    split_N = _sent(counts_RE, _rooms(counts_RE, quota_EI, tables), tables, source)
+    return _split(counts_RE[source], split_N, tables, quota_EI.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,21 +189,30 @@ def messages_of(
     only what comes to this rank's slots is worked out.
     """
     tables = quota_tables(plan, node_of_rank)
-    rooms = _rooms(counts_RE, quota_EI, tables)
-    split_EI = _sent(counts_RE, rooms, tables, quota_EI.shape, rank)
-    is_instance = plan.instance_rank_EI != EMPTY
-    sent_R = np.bincount(
-        plan.instance_rank_EI[is_instance], weights=split_EI[is_instance], minlength=plan.num_ranks
-    ).astype(np.int64)
+    rooms, mine_E = _rooms(counts_RE, quota_EI, tables), counts_RE[rank]
+    split_N = _sent(counts_RE, rooms, tables, rank)
+    sent_R = np.bincount(tables.owner_E, mine_E * tables.single_E, tables.num_ranks)
+    sent_R += np.bincount(tables.rank_N, split_N, tables.num_ranks)
     slot_expert_S = plan.slot_expert_RS[rank]
-    received_RS = np.where(slot_expert_S != EMPTY, counts_RE[:, slot_expert_S], 0).astype(np.int64)
+    received_RS = counts_RE[:, slot_expert_S].astype(np.int64) * (slot_expert_S != EMPTY)
     at_K = np.flatnonzero(tables.rank_N == rank)
     if len(at_K):
         expert_K = tables.expert_X[tables.expert_N[at_K]]
         physical_K = plan.instance_physical_EI[expert_K, tables.column_N[at_K]]
         slot_K = physical_K - rank * plan.num_slots
         received_RS[:, slot_K] = _received(counts_RE, rooms, tables, rank, at_K)
-    return Messages(split_EI, sent_R, received_RS)
+    split_EI = _split(mine_E, split_N, tables, quota_EI.shape)
+    return Messages(split_EI, sent_R.astype(np.int64), received_RS)
+
+
+def _split(
+    tokens_E: Int64Array, split_N: Int64Array, tables: QuotaTables, shape_EI: tuple[int, ...]
+) -> Int64Array:
+    """(E, I) a source's tokens: those for experts with one instance go there."""
+    split_EI = np.zeros(shape_EI, dtype=np.int64)
+    split_EI[:, 0] = tokens_E
+    split_EI[tables.expert_X[tables.expert_N], tables.column_N] = split_N
+    return split_EI
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,19 +256,9 @@ def _rooms(counts_RE: Int64Array, quota_EI: Int64Array, tables: QuotaTables) -> 
     return _Rooms(local_N, near_N, near_start_N, far_N, far_start_N, sent_MX, room_MX)
 
 
-def _sent(
-    counts_RE: Int64Array,
-    rooms: _Rooms,
-    tables: QuotaTables,
-    shape_EI: tuple[int, ...],
-    source: int,
-) -> Int64Array:
-    """(E, I) tokens of the source for each instance."""
-    split_EI = np.zeros(shape_EI, dtype=np.int64)
-    split_EI[:, 0] = counts_RE[source]
+def _sent(counts_RE: Int64Array, rooms: _Rooms, tables: QuotaTables, source: int) -> Int64Array:
+    """(N,) tokens of the source for each instance."""
     expert_N = tables.expert_N
-    if not len(expert_N):
-        return split_EI
     node, is_own_N = int(tables.node_R[source]), tables.rank_N == source
     start = tables.node_start[node]
     ahead = tables.by_node_R[start : int(np.flatnonzero(tables.by_node_R == source)[0])]
@@ -281,8 +281,7 @@ def _sent(
     before_far_X = far_MX.sum(axis=0) + np.maximum(before_X - room_X, 0)
     far_X = mine_X - _overlap(before_X, mine_X, 0, room_X)
     split_N += _overlap(before_far_X[expert_N], far_X[expert_N], rooms.far_start_N, rooms.far_N)
-    split_EI[tables.expert_X[expert_N], tables.column_N] = split_N
-    return split_EI
+    return split_N
 
 
 def _received(
