@@ -201,7 +201,7 @@ def _calibrate() -> dict[str, Any]:
 
 
 def _planning_s() -> float:
-    """Seconds of one layer's counts, quotas and this rank's messages, as the layer does them."""
+    """Seconds of one layer's quotas and this rank's messages; EP gathers the counts as well."""
     from megatron_fssdp.planning.planner import PlanSettings, plan_layers
     from megatron_fssdp.planning.quotas import balance, messages_of
     from megatron_fssdp.planning.sharding import shard_evenly
@@ -212,12 +212,12 @@ def _planning_s() -> float:
     topology = Topology.uniform(size)
     owner_LE = shard_evenly(1, EXPERTS, size)
     plan = plan_layers(counts_RE.sum(0)[None], owner_LE, topology, PlanSettings()).layer(0)
-    gathered = torch.empty(size * EXPERTS, dtype=torch.int64)
     times = []
     for _ in range(9):
         begin = time.perf_counter()
-        dist.all_gather_into_tensor(gathered, torch.from_numpy(counts_RE[0]))
         quota_EI = balance(counts_RE, plan, topology.node_of_rank)
-        messages_of(counts_RE, quota_EI, plan, topology.node_of_rank, dist.get_rank())
+        messages = messages_of(counts_RE, quota_EI, plan, topology.node_of_rank, dist.get_rank())
+        assert messages.sent_R.sum() == messages.split_EI.sum()
+        assert len(messages.received_RS) == size
         times.append(time.perf_counter() - begin)
     return statistics.median(times)

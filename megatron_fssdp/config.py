@@ -55,10 +55,10 @@ class FSSDPConfig:
 
     fssdp_quotas: Literal["host", "device"] = "host"
     """Where a micro-batch's tokens are divided among an expert's copies, once they are counted.
-    host: in a fraction of a millisecond per MoE layer; the host waits for the counts, and the
-    alltoall dispatcher, told what each rank sends, then waits no more (others, and expert tensor
-    parallelism, wait once more than Megatron does). device: the host never waits, but launches 600
-    to 1,700 small operations per MoE layer."""
+    host: in about half a millisecond per MoE layer; the host waits for the counts, and the alltoall
+    dispatcher, told what each rank sends, then waits no more (other dispatchers, expert tensor
+    parallelism and --moe-router-padding-for-quantization wait once more than Megatron does).
+    device: no wait but the dispatcher's own, but 600 to 1,700 small launches per MoE layer."""
 
     fssdp_reshard_interval: int | None = None
     """Iterations between two looks at who owns which expert. Experts move, with their optimizer
@@ -111,8 +111,8 @@ class FSSDPConfig:
     it; the same on all ranks. Default: an H100 cluster's."""
 
     fssdp_check_plans: bool = False
-    """Prove in each iteration that all ranks made the same plans (one small message); stop with the
-    first difference if not."""
+    """Prove in each iteration that all ranks made the same plans, and in each dispatch that they
+    made the same quotas (small messages); stop with the first difference if not."""
 
     fssdp_log_plan: int = 0
     """Iterations between two printed lines of balance, replicas and copied megabytes; 0: none."""

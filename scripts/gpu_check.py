@@ -32,6 +32,7 @@ import torch
 from gpu_check_copies import check_streams, digest, replayed_shares
 from gpu_check_flex import BUFFERS, check_flex, obstacle
 from gpu_check_te import check_te
+from gpu_check_told import check_told
 from rich.console import Console
 from rich.table import Table
 
@@ -201,6 +202,7 @@ def _add_checks(table: Table, device: torch.device) -> bool:
     for title, check in (
         (f"quotas of {RANKS} ranks, {EXPERTS} experts, on the host", check_host_quotas),
         ("the same on the device", check_quotas),
+        ("dispatcher, told what a stock one asks for", check_told),
         (f"translation of {TOKENS} tokens, top-{TOPK}", check_translation),
         ("grouped GEMM, 8192 rows, forward + backward", check_grouped_gemm),
         ("copies: overlap and re-materialization", check_streams),

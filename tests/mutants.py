@@ -77,6 +77,32 @@ def _keep_stale_replicas() -> None:
     FSSDPRuntime.forget_replicas = lambda self: None  # type: ignore[method-assign]
 
 
+def _forget_the_own_ranks_tokens() -> None:
+    """Tell the dispatcher of no token that stays on its rank for a replicated expert."""
+    from megatron_fssdp.planning import quotas
+
+    stock = quotas._received
+
+    def received(*args: Any) -> Any:
+        received_RK, (*_, rank, at_K), rooms = stock(*args), args, args[1]
+        received_RK[rank] -= rooms.local_N[at_K]
+        return received_RK
+
+    quotas._received = received
+
+
+def _tell_the_dispatcher_what_was_told_before() -> None:
+    from megatron_fssdp.integration.told_dispatch import ToldAlltoAllDispatcher
+
+    stock = ToldAlltoAllDispatcher.tell
+
+    def tell(self: Any, messages: Any, is_checked: bool = False) -> None:
+        before, self.__dict__["before"] = self.__dict__.get("before", messages), messages
+        stock(self, before, is_checked)
+
+    ToldAlltoAllDispatcher.tell = tell  # type: ignore[method-assign]
+
+
 def _skip_the_routers_reduction() -> None:
     """Megatron sums a router's gradient over tensor-parallel ranks by this mark."""
     _after_building(lambda layer: setattr(layer.router.weight, "sequence_parallel", False))
@@ -182,6 +208,7 @@ class Mutant:
 
 
 _EQUALITY = "tests/integration/test_equality.py::"
+_TOLD = "tests/integration/test_told_dispatch.py::test_it_is_told_what_stock_finds[model0]"
 _VARIANT = _EQUALITY + "test_variants_equal_ep"
 _LAYOUT = "tests/integration/test_layouts.py::test_layout_equals_ep"
 
@@ -201,6 +228,10 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "auxiliary loss lost": Mutant(_lose_the_auxiliary_loss, (f"{_VARIANT}[aux-loss]",)),
     "a quota off by one": Mutant(_miscount_a_quota, (f"{_VARIANT}[sgd]",)),
+    "own rank's tokens not expected": Mutant(_forget_the_own_ranks_tokens, (_TOLD,)),
+    "dispatcher told of the dispatch before": Mutant(
+        _tell_the_dispatcher_what_was_told_before, (_TOLD,)
+    ),
     "tokens sent to the slot beside": Mutant(_send_to_the_next_slot, (f"{_VARIANT}[sgd]",)),
     "only the last micro-batch's gradient sent": Mutant(
         _keep_only_the_last_micro_batch, (f"{_VARIANT}[micro-batches]",)

@@ -7,8 +7,8 @@ sums only, so the order in which a device adds does not matter, and every rank g
 
 Torch operations of one call (tests count them): about 1,250 for a plan with spares, which has
 two forests, and 600 for one whose replicas form a single forest; up to 1,700 with many replica
-slots a rank, 8 where nothing is replicated. All are small; a CUDA graph, or
-`planning.quotas` on the host where its synchronisation does not matter, may take less time.
+slots a rank, 8 where nothing is replicated. All are small, and on a GPU their launches take
+milliseconds: `planning.quotas` on the host is the default (`--fssdp-quotas`).
 
 Shape letters as in `planning.quota_tables`: R ranks, M nodes, E experts, I instances of an expert,
 X replicated experts, N their instances in one list, V ranks and replicated experts.

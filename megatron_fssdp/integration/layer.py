@@ -12,7 +12,7 @@ experts compute with the slots' weights. What is added to a stock forward, in or
     (attention)  before it, in a hook of the transformer layer: replicas start to be fetched
     route        stock
     preprocess   count tokens -> quotas -> translate the routing map, then stock
-    dispatch     stock, told that the layer has (ranks * slots) experts
+    dispatch     stock, with (ranks * slots) experts, and told what comes from where
     experts      wait for the replicas; stock module on the slots' weights
     combine      stock
 """
@@ -154,17 +154,18 @@ class FSSDPMoELayer(MoELayer):
             step = self._runtime.calibrate(self._index, counts_RE)
             self._visit.move_to(step.placement)
         split = step.split(counts_RE)
-        if self.training:
-            self._runtime.record(self._index, counts_RE, split.loads_R)
         split_EI = split.split_EI
         if counts_RZE.shape[1] > 1:
             mine_ZE, shard = counts_RZE[self._groups.ep.rank()], self._groups.expt_tp.rank()
             split_EI = share_of(split_EI, mine_ZE, shard)
         elif split.messages and isinstance(self.token_dispatcher, ToldAlltoAllDispatcher):
-            self.token_dispatcher.tell(split.messages)
+            self.token_dispatcher.tell(split.messages, self._runtime.config.fssdp_check_plans)
         routing_map, probs = translate_routing(
             routing_map, probs, split_EI, step.physical_EI, step.num_physical
         )
+        # After the translation was launched: until then the device has nothing to do.
+        if self.training:
+            self._runtime.record(self._index, counts_RE, split.loads_R)
         self._slot_weights = self._visit.arrive()
         return super().preprocess(hidden_states, probs, routing_map)
 

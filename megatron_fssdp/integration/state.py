@@ -48,7 +48,7 @@ class LayerState:
     shape: LayerShape | None
     # The layer's number in the model, from 1; 0 until it is told.
     number: int = 0
-    # Both on the device; read once an iteration.
+    # Both where quotas are made, on the host or the device; read once an iteration.
     counts_RE: torch.Tensor | None = None
     loads_R: torch.Tensor | None = None
     num_forwards: int = 0
@@ -95,7 +95,7 @@ def replica_bytes(layers: Iterable[LayerState], groups: Iterable[GroupState]) ->
 
 
 def read_counts(layers: Sequence[LayerState]) -> tuple[list[Int64Array], list[Int64Array]]:
-    """Copy all layers' counts and loads: the one device-to-host copy of an iteration."""
+    """Copy all layers' counts and loads: from the device, if they are there, in one copy."""
     tensors = [layer.counts_RE for layer in layers] + [layer.loads_R for layer in layers]
     present = [tensor for tensor in tensors if tensor is not None]
     flat = torch.cat([tensor.reshape(-1) for tensor in present]).cpu()

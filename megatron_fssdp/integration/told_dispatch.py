@@ -20,22 +20,33 @@ class ToldAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
     """Takes what it sends and receives from `tell`, where that was called; else it is stock."""
 
     _told: Messages | None = None
+    _is_checked = False
 
-    def tell(self, messages: Messages) -> None:
-        """Say what the next dispatch sends and receives."""
-        self._told = messages
+    def tell(self, messages: Messages, is_checked: bool = False) -> None:
+        """Say what the next dispatch sends and receives.
+
+        Args:
+            messages: of this rank.
+            is_checked: let stock find the same out, and compare.
+        """
+        self._told, self._is_checked = messages, is_checked
 
     def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
         """Set what stock sets. Returns the (slots,) int64 tokens of each local slot, on the host.
 
         Args:
             routing_map: (tokens, ranks * slots) bool.
+
+        Raises:
+            RuntimeError: where it is checked: ranks made different quotas.
         """
         # Taken, not read: what was told holds for one dispatch.
         messages, self._told = self._told, None
         # Padding for quantization changes the routing map after the quotas were made.
         if messages is None or self.config.moe_router_padding_for_quantization:
             return super().preprocess(routing_map)
+        if self._is_checked:
+            self._check(messages, super().preprocess(routing_map))
         received_RS = torch.from_numpy(messages.received_RS)
         self.num_out_tokens = int(messages.sent_R.sum())
         self.input_splits = messages.sent_R
@@ -46,3 +57,17 @@ class ToldAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
                 by_slot = by_slot.pin_memory().to(routing_map.device, non_blocking=True)
             self.num_global_tokens_per_local_expert = by_slot
         return received_RS.sum(dim=0)
+
+    def _check(self, messages: Messages, tokens_S: torch.Tensor) -> None:
+        """Compare with what stock has just asked the other ranks for."""
+        told_S = messages.received_RS.sum(axis=0)
+        is_same = tokens_S.tolist() == told_S.tolist()
+        if self.ep_size > 1:
+            is_same &= self.input_splits.tolist() == messages.sent_R.tolist()
+            is_same &= self.output_splits.tolist() == messages.received_RS.sum(axis=1).tolist()
+        if not is_same:
+            raise RuntimeError(
+                f"ranks made different quotas: expert-parallel rank {self.ep_rank} expects "
+                f"{told_S.tolist()} tokens in its slots, the ranks send {tokens_S.tolist()}; do "
+                "all run the same versions of megatron-fssdp and numpy?"
+            )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -158,22 +159,51 @@ def split_source(
     """
     tables = quota_tables(plan, node_of_rank)
     split_N = _sent(counts_RE, _rooms(counts_RE, quota_EI, tables), tables, source)
-    return _split(counts_RE[source], split_N, tables, quota_EI.shape)
+    return _split(counts_RE[source], split_N, tables, quota_EI.shape[1])
 
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """What one rank sends in the dispatch, and what arrives there.
+    """What one rank sends in the dispatch, and what arrives there: `messages_of` makes it.
 
-    Attributes:
-        split_EI: (E, I) int64, its tokens for each instance, as `split_source` returns them.
-        sent_R: (R,) int64, its tokens for each rank.
-        received_RS: (R, S) int64, each source rank's tokens for each of its own slots.
+    Each part is worked out when it is first asked for, as the split is what the device waits for.
     """
 
-    split_EI: Int64Array
-    sent_R: Int64Array
-    received_RS: Int64Array
+    _counts_RE: Int64Array
+    _plan: LayerPlan
+    _tables: QuotaTables
+    _rooms: _Rooms
+    _rank: int
+    _split_N: Int64Array
+
+    @cached_property
+    def split_EI(self) -> Int64Array:
+        """(E, I) int64, the rank's tokens for each instance, as `split_source` returns them."""
+        width = self._plan.instance_rank_EI.shape[1]
+        return _split(self._counts_RE[self._rank], self._split_N, self._tables, width)
+
+    @cached_property
+    def sent_R(self) -> Int64Array:
+        """(R,) int64, the rank's tokens for each rank."""
+        tables, mine_E = self._tables, self._counts_RE[self._rank]
+        sent_R = np.bincount(tables.owner_E, mine_E * tables.single_E, tables.num_ranks)
+        sent_R += np.bincount(tables.rank_N, self._split_N, tables.num_ranks)
+        return sent_R.astype(np.int64)
+
+    @cached_property
+    def received_RS(self) -> Int64Array:
+        """(R, S) int64, each source rank's tokens for each of the rank's slots."""
+        tables, plan, rank = self._tables, self._plan, self._rank
+        slot_expert_S = plan.slot_expert_RS[rank]
+        received_RS = np.zeros((plan.num_ranks, plan.num_slots), dtype=np.int64)
+        np.multiply(self._counts_RE[:, slot_expert_S], slot_expert_S != EMPTY, out=received_RS)
+        at_K = np.flatnonzero(tables.rank_N == rank)
+        if len(at_K):
+            expert_K = tables.expert_X[tables.expert_N[at_K]]
+            physical_K = plan.instance_physical_EI[expert_K, tables.column_N[at_K]]
+            slot_K = physical_K - rank * plan.num_slots
+            received_RS[:, slot_K] = _received(self._counts_RE, self._rooms, tables, rank, at_K)
+        return received_RS
 
 
 def messages_of(
@@ -189,27 +219,16 @@ def messages_of(
     only what comes to this rank's slots is worked out.
     """
     tables = quota_tables(plan, node_of_rank)
-    rooms, mine_E = _rooms(counts_RE, quota_EI, tables), counts_RE[rank]
+    rooms = _rooms(counts_RE, quota_EI, tables)
     split_N = _sent(counts_RE, rooms, tables, rank)
-    sent_R = np.bincount(tables.owner_E, mine_E * tables.single_E, tables.num_ranks)
-    sent_R += np.bincount(tables.rank_N, split_N, tables.num_ranks)
-    slot_expert_S = plan.slot_expert_RS[rank]
-    received_RS = counts_RE[:, slot_expert_S].astype(np.int64) * (slot_expert_S != EMPTY)
-    at_K = np.flatnonzero(tables.rank_N == rank)
-    if len(at_K):
-        expert_K = tables.expert_X[tables.expert_N[at_K]]
-        physical_K = plan.instance_physical_EI[expert_K, tables.column_N[at_K]]
-        slot_K = physical_K - rank * plan.num_slots
-        received_RS[:, slot_K] = _received(counts_RE, rooms, tables, rank, at_K)
-    split_EI = _split(mine_E, split_N, tables, quota_EI.shape)
-    return Messages(split_EI, sent_R.astype(np.int64), received_RS)
+    return Messages(counts_RE, plan, tables, rooms, rank, split_N)
 
 
 def _split(
-    tokens_E: Int64Array, split_N: Int64Array, tables: QuotaTables, shape_EI: tuple[int, ...]
+    tokens_E: Int64Array, split_N: Int64Array, tables: QuotaTables, width: int
 ) -> Int64Array:
-    """(E, I) a source's tokens: those for experts with one instance go there."""
-    split_EI = np.zeros(shape_EI, dtype=np.int64)
+    """(E, width) a source's tokens for each instance; an expert's only one takes them all."""
+    split_EI = np.zeros((len(tokens_E), width), dtype=np.int64)
     split_EI[:, 0] = tokens_E
     split_EI[tables.expert_X[tables.expert_N], tables.column_N] = split_N
     return split_EI

@@ -206,6 +206,10 @@ def _not_modelled(args: Mapping[str, Any]) -> tuple[str, ...]:
         notes.append("multi-token prediction is left out")
     if args.get("--moe-token-dispatcher-type", "alltoall") != "alltoall":
         notes.append("tokens are exchanged as the alltoall dispatcher does it")
+    tp = args.get("--tensor-model-parallel-size", 1)
+    pads = args.get("--moe-router-padding-for-quantization")
+    if args.get("--expert-tensor-parallel-size", tp) != 1 or pads:
+        notes.append("FSSDP's second wait for counts is left out")
     return tuple(notes)
 
 

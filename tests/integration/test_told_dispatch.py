@@ -62,6 +62,33 @@ def test_it_is_told_what_stock_finds(model: dict[str, Any]) -> None:
         assert seen == {"told": 3 * 2 * 2, "stock": 0}
 
 
+def train_with_quotas_of_its_own(job: Job, num_more: int) -> str:
+    """Let each rank expect so many tokens more than it is sent; return what stops it."""
+    from megatron_fssdp.planning.quotas import Messages
+
+    stock = Messages.received_RS.func
+
+    def shifted(self: Messages) -> np.ndarray:
+        received_RS = stock(self)
+        received_RS[0, 0] += num_more
+        return received_RS
+
+    Messages.received_RS = property(shifted)
+    try:
+        TinyRun(job).train()
+    except RuntimeError as error:
+        return str(error)
+    return "trained"
+
+
+def test_checked_quotas_that_differ_stop_the_run() -> None:
+    job = Job(ep=2, steps=1).as_fssdp(fssdp_check_plans=True)
+    for rank, said in enumerate(run_ranks(2, train_with_quotas_of_its_own, job, 1)):
+        assert f"ranks made different quotas: expert-parallel rank {rank} expects" in said
+    # And the same quotas do not.
+    assert run_ranks(2, train_with_quotas_of_its_own, job, 0) == ["trained"] * 2
+
+
 def test_quotas_on_the_device_train_the_same() -> None:
     """There the dispatcher is not told: the host does not know."""
     job = Job(ep=4, steps=5, num_microbatches=2)

@@ -110,7 +110,6 @@ def test_parts_add_up_and_nothing_is_faster_than_its_work(name) -> None:
     assert all(len(part) == 8 for part in system.memory_bytes.values())
 
 
-# Fused quotas take the time that they are named after.
 COSTLY = {"laer", "hecate", "hecate-rm", "eplb"}
 
 

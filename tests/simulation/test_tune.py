@@ -118,6 +118,7 @@ def test_todays_quotas_are_charged_unless_something_else_is_known(
     assert "Break-even" in said
     assert any("--planning-us" in note for note in advice.notes)
     assert fssdp_planning(cluster, None, 8)[0] == host_quotas_s(8) < host_quotas_s(64)
+    assert fssdp_planning(replace(cluster, shared_cores=2), None, 8)[0] < host_quotas_s(8)
     assert fssdp_planning(replace(cluster, planning_s=1e-3), None, 8)[0] == 1e-3
     assert fssdp_planning(replace(cluster, planning_s=1e-3), 2e-3, 8)[0] == 2e-3
 

@@ -17,8 +17,9 @@ FUSED_S = 110e-6
 # ranks, 0.5 to 0.7 for 64, 0.7 to 1.2 for 256, 2.1 to 4.4 for 1,024 (`make bench-planner` times
 # them). What follows is near the upper end of each.
 HOST_S, HOST_RANK_S = 0.45e-3, 4e-6
-# The split's way to the device, and the launches that the device then waits for: assumed.
-RETURN_S = 50e-6
+# The counts' way to the host, the split's to the device, and some 17 launches of the translation
+# until the device has work again: assumed.
+RETURN_S = 100e-6
 
 
 def host_quotas_s(num_ranks: int) -> float:
@@ -41,7 +42,9 @@ def fssdp_planning(cluster: Cluster, given_s: float | None, num_ranks: int) -> t
         return given_s, "as given"
     if cluster.planning_s is not None:
         return cluster.planning_s, f"as cluster {cluster.name} says"
-    return host_quotas_s(num_ranks), f"as measured on a CPU core, for {num_ranks} ranks"
+    seconds, source = host_quotas_s(num_ranks), f"as measured on a CPU core, for {num_ranks} ranks"
+    # Ranks on CPUs have no device that waits.
+    return (seconds - RETURN_S if cluster.shared_cores else seconds), source
 
 
 def fssdp_note(seconds: float, source: str) -> str:
