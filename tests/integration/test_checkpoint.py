@@ -14,6 +14,15 @@ from tests.integration.tiny import Job, TinyRun, Trained, merge
 from tests.ranks import a_few, run_ranks
 
 JOB = Job(ep=4, steps=6)
+TP4 = replace(JOB, tp=4, ep=2, distributed_optimizer=True, model={"num_attention_heads": 4})
+LAST_DENSE = Job(
+    steps=6,
+    pp=2,
+    num_layers=4,
+    num_microbatches=2,
+    distributed_optimizer=True,
+    model={"moe_layer_freq": [1, 1, 0, 0]},
+)
 
 
 def _first_half(job: Job, folder: str) -> Trained:
@@ -61,10 +70,13 @@ PAIRS = {
         replace(JOB, distributed_optimizer=True).as_fssdp(),
         replace(JOB, ep=2, distributed_optimizer=True),
     ),
+    # Not every expert-parallel group has a rank 0 of its tensor-parallel group.
+    "distributed-optimizer-fssdp-tp4-ep2": (TP4.as_fssdp(), TP4.as_fssdp()),
+    "distributed-optimizer-fssdp-last-stage-dense": (LAST_DENSE.as_fssdp(), LAST_DENSE.as_fssdp()),
 }
 
 
-@pytest.mark.parametrize("pair", a_few(list(PAIRS), (0, 1, 3, 5)))
+@pytest.mark.parametrize("pair", a_few(list(PAIRS), (0, 1, 3, 5, 7, 8)))
 def test_resumed_run_equals_the_uninterrupted_one(pair: str, tmp_path: Path) -> None:
     first, second = PAIRS[pair]
     whole = run_ranks(4, _whole, replace(first, moe_parallel="ep"))
