@@ -74,6 +74,7 @@ def _swap_two_replicas_gradients() -> None:
 def _keep_stale_replicas() -> None:
     from megatron_fssdp.integration.runtime import FSSDPRuntime
 
+    assert callable(FSSDPRuntime.forget_replicas)
     FSSDPRuntime.forget_replicas = lambda self: None  # type: ignore[method-assign]
 
 
@@ -160,10 +161,16 @@ def _send_to_the_next_slot() -> None:
 
 
 def _keep_only_the_last_micro_batch() -> None:
-    from megatron_fssdp.experts import materialize
+    from megatron_fssdp.experts.gradients import GradientSums
 
-    stock = materialize.write
-    materialize.write = lambda row, weights, *, add=False: stock(row, weights, add=False)
+    stock = GradientSums.add
+
+    def add(self: Any, transport: Any, contents: Any, grads: Any) -> Any:
+        for row in self._open(transport, contents).rows.values():
+            row.zero_()
+        return stock(self, transport, contents, grads)
+
+    GradientSums.add = add  # type: ignore[method-assign]
 
 
 def _sum_in_any_order() -> None:
@@ -185,6 +192,7 @@ def _sum_in_any_order() -> None:
 def _save_moved_experts_under_old_names() -> None:
     from megatron_fssdp.integration import spec
 
+    assert callable(spec.describe_experts)
     spec.describe_experts = lambda state, ownerships: state
 
 
@@ -262,10 +270,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Put the fault into this process and into the ranks that it will start."""
+    """Put the fault into this process and into the ranks that it will start.
+
+    Raises:
+        pytest.UsageError: it cannot be put in, which would fail the tests as well.
+    """
     name = config.getoption("--mutant")
     if name is not None:
-        MUTANTS[name].apply()
+        try:
+            MUTANTS[name].apply()
+        except Exception as error:
+            raise pytest.UsageError(f"no {name}: {error!r}") from error
         ranks._run_rank = partial(run_rank, name)
 
 

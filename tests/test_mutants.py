@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,26 @@ def test_a_survivor_fails_the_command(
     monkeypatch.setattr(sys, "argv", ["mutants", "auxiliary loss lost"])
     assert mutants.main() == status
     assert printed in capsys.readouterr().out
+
+
+def _put_in(names: list[str]) -> None:
+    for name in names:
+        mutants.MUTANTS[name].apply()
+
+
+def test_every_fault_can_be_put_in() -> None:
+    """One replaced a function that was gone: its ranks died, which was taken for noticing it."""
+    ranks.run_ranks(1, _put_in, list(mutants.MUTANTS))
+
+
+def test_a_fault_that_cannot_be_put_in_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise AttributeError("gone")
+
+    monkeypatch.setitem(mutants.MUTANTS, "fault", mutants.Mutant(fail, ()))
+    config: Any = SimpleNamespace(getoption=lambda option: "fault")
+    with pytest.raises(pytest.UsageError, match=r"no fault: AttributeError\('gone'\)"):
+        mutants.pytest_configure(config)
 
 
 def test_mutants_name_tests_that_exist() -> None:

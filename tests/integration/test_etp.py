@@ -183,13 +183,28 @@ PAIRS = {
 }
 
 
+def _save_and_train_on(job: Job, folder: str) -> None:
+    """Save half a run; while that is written, the other half trains and moves experts."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    run, queue = TinyRun(job), AsyncCallsQueue()
+    for step in range(3):
+        run.step(step)
+    run.save(folder, queue)
+    trained = run.train(first=3)
+    assert len(trained.reshards) == 2
+    assert len(queue.maybe_finalize_async_calls(blocking=True)) == 1
+    queue.close()
+
+
 def _save_and_resume_all(pairs: list[tuple[Job, Job]], folder: str) -> list[Trained]:
     """Train half of each job, and the other half as another, from its checkpoint."""
     resumed = []
     for number, (first, second) in enumerate(pairs):
         place = Path(folder) / str(number)
         place.mkdir(exist_ok=True)
-        _first_half(first, str(place))
+        save = _save_and_train_on if first.reshard_every else _first_half
+        save(first, str(place))
         resumed.append(_second_half(second, str(place)))
     return resumed
 

@@ -479,8 +479,8 @@ class TinyRun:
             )
         return state
 
-    def save(self, folder: str) -> None:
-        """Write a torch_dist checkpoint."""
+    def save(self, folder: str, queue: Any = None) -> None:
+        """Write a torch_dist checkpoint; in the background, if given Megatron's queue for that."""
         from megatron.core import dist_checkpointing
 
         state = self._sharded_state(is_loading=False)
@@ -488,7 +488,12 @@ class TinyRun:
             from megatron_fssdp.integration import saved_state
 
             state["fssdp"] = saved_state.describe(self.runtime)
-        dist_checkpointing.save(state, folder)
+        # "mcore": the default needs a package that no test has.
+        request = dist_checkpointing.save(
+            state, folder, async_sharded_save=queue is not None, async_strategy="mcore"
+        )
+        if queue is not None:
+            queue.schedule_async_request(request)
 
     def load(self, folder: str, *, with_optimizer: bool = True) -> None:
         """Read a torch_dist checkpoint, whoever wrote it."""

@@ -443,7 +443,7 @@ class TETinyRun(TinyRun):
 
         per_rank = self.job.num_experts // self.job.ep
         first = parallel_state.get_expert_model_parallel_rank() * per_rank
-        pattern = re.compile(r"(experts\.linear_fc\d\.[a-z_]+)(-?\d+)$")
+        pattern = re.compile(r"(experts\.linear_fc\d\.[a-z_]+)(-?\d+)(?= \[|$)")
         return {
             pattern.sub(lambda match: f"{match[1]}{int(match[2]) + first}", name): parameter
             for name, parameter in super().named_parameters().items()
