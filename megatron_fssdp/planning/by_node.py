@@ -22,7 +22,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from megatron_fssdp.planning.arrays import descending
+from megatron_fssdp.planning.arrays import descending, sum_by_owner
 from megatron_fssdp.planning.node_slots import NodeSlots
 from megatron_fssdp.planning.plan import EMPTY, Int64Array
 from megatron_fssdp.planning.topology import Topology
@@ -109,7 +109,8 @@ def _excess(load_LE: Int64Array, owner_LE: Int64Array, num_ranks: int) -> Int64A
 
     Of each owner the hottest experts must go, until the rest is light enough.
     """
-    mean_L = load_LE.sum(axis=1) // num_ranks
+    load_LR = sum_by_owner(load_LE, owner_LE, num_ranks)
+    mean_L = load_LR.sum(axis=1) // num_ranks
     most_L1 = (mean_L - mean_L // LIGHTER)[:, None]
     # Owner, tokens and expert as one number: several times faster than to sort places.
     num_experts = load_LE.shape[1]
@@ -119,12 +120,11 @@ def _excess(load_LE: Int64Array, owner_LE: Int64Array, num_ranks: int) -> Int64A
     expert_LE = key_LE & ((1 << expert_bits) - 1)
     sorted_LE = (key_LE >> expert_bits) & ((1 << bits) - 1)
     owner_LE = key_LE >> (expert_bits + bits)
-    sum_LE = np.cumsum(sorted_LE, axis=1)
-    is_first_LE = np.ones(load_LE.shape, dtype=bool)
-    is_first_LE[:, 1:] = owner_LE[:, 1:] != owner_LE[:, :-1]
-    # Without what was summed before the owner's first expert.
-    before_LE = np.maximum.accumulate(np.where(is_first_LE, sum_LE - sorted_LE, 0), axis=1)
-    over_LE = np.minimum(sum_LE - before_LE - most_L1, sorted_LE)
+    # Of an owner's sum, without the owners before, what is too much.
+    most_LR = np.cumsum(load_LR, axis=1) - load_LR + most_L1
+    start_L1 = np.arange(len(load_LE))[:, None] * num_ranks
+    over_LE = np.cumsum(sorted_LE, axis=1) - most_LR.take(start_L1 + owner_LE)
+    np.minimum(over_LE, sorted_LE, out=over_LE)
     layer, place = np.nonzero(over_LE > 0)
     excess_LE = np.zeros_like(load_LE)
     excess_LE[layer, expert_LE[layer, place]] = over_LE[layer, place]
@@ -172,7 +172,7 @@ class _Ranked:
     Attributes:
         hottest_LK: (L, K) int64, the experts looked at.
         is_home_LMK: (L, M, K) bool, where their owners are.
-        near_LMK: (L, M, K) int64, the tokens that each node has for them.
+        near_LBK: (L, M or 1, K) int64, the tokens that each node has for them; 1: the same.
         place_LMF: (L, M, F) int64, place in `hottest_LK`.
         is_taken_LMF: (L, M, F) bool.
         is_fresh_LMF: (L, M, F) bool, the first instance of an expert on its node.
@@ -180,7 +180,7 @@ class _Ranked:
 
     hottest_LK: Int64Array
     is_home_LMK: BoolArray
-    near_LMK: Int64Array
+    near_LBK: Int64Array
     place_LMF: Int64Array
     is_taken_LMF: BoolArray
     is_fresh_LMF: BoolArray
@@ -207,7 +207,7 @@ class _Ranked:
 
     def tokens(self, load_LE: Int64Array) -> Int64Array:
         """(L, M, K) tokens of each instance: a node's own ones, at home also those of the rest."""
-        kept_LMK = np.where(self.is_home_LMK | (self.count_LMK == 0), 0, self.near_LMK)
+        kept_LMK = np.where(self.is_home_LMK | (self.count_LMK == 0), 0, self.near_LBK)
         load_LK = np.take_along_axis(load_LE, self.hottest_LK, axis=1)
         at_home_LK = load_LK - kept_LMK.sum(axis=1)
         all_LMK = np.where(self.is_home_LMK, at_home_LK[:, None], kept_LMK)
@@ -246,20 +246,21 @@ def _rank_by_worth(
     home_LK = topology.node_R[np.take_along_axis(owner_LE, hottest_LK, axis=1)]
     is_home_LMK = home_LK[:, None] == np.arange(len(size_M))[:, None]
     load_LK = np.take_along_axis(load_LE, hottest_LK, axis=1)
-    near_LMK = load_LK[:, None] * size_M[:, None] // topology.num_ranks
+    # Nodes of one size have the same tokens: B is 1 then, and M otherwise.
+    size_B = size_M[:1] if (size_M == size_M[0]).all() else size_M
+    near_LBK = load_LK[:, None] * size_B[:, None] // topology.num_ranks
     # A column for each new instance of an expert on a node: of hotter ones up to `MOST_OF_ONE`.
     copies = [hottest_LK.shape[1] // number for number in range(1, min(MOST_OF_ONE, width) + 1)]
     place_C = np.concatenate([np.arange(count) for count in copies])
     number_C = np.repeat(np.arange(1, len(copies) + 1), copies)
-    near_LMC, is_home_LMC = near_LMK[:, :, place_C], is_home_LMK[:, :, place_C]
-    count_LMC = number_C + is_home_LMC
-    worth_LMC = near_LMC * LEVEL_WORTH // count_LMC
-    is_fresh_LMC = count_LMC == 1
-    is_worth_LMC = worth_LMC >= LEVEL_WORTH * least_tokens // NEAR_SPEED
-    is_worth_LMC &= count_LMC <= size_M[:, None]
-    is_worth_LMC |= is_fresh_LMC
-    is_worth_LMC &= is_home_LMC | (near_LMC >= least_tokens)
-    worth_LMC = np.where(is_fresh_LMC, near_LMC * FRESH_WORTH, worth_LMC) * is_worth_LMC
+    near_LBC = near_LBK[:, :, place_C]
+    # Where the owner is not, and where it is one of those that share the tokens.
+    away_LBC, home_LBC = (
+        _level_worth(near_LBC, number_C + is_home, size_B, least_tokens) for is_home in (0, 1)
+    )
+    away_LBC = np.where(number_C == 1, near_LBC * FRESH_WORTH, away_LBC)
+    away_LBC *= near_LBC >= least_tokens
+    worth_LMC = np.where(is_home_LMK[:, :, place_C], home_LBC, away_LBC)
     worth = worth_LMC.reshape(-1, len(place_C))
     order = descending(worth)[:, :most]
     is_taken = np.take_along_axis(worth, order, axis=1) > 0
@@ -271,8 +272,18 @@ def _rank_by_worth(
     return _Ranked(
         hottest_LK,
         is_home_LMK,
-        near_LMK,
+        near_LBK,
         place_LMF,
         is_taken_LMF,
         is_first_LMF & ~np.take_along_axis(is_home_LMK, place_LMF, axis=2),
     )
+
+
+def _level_worth(
+    near_LBC: Int64Array, count_C: Int64Array, size_B: Int64Array, least_tokens: int
+) -> Int64Array:
+    """(L, B, C) what one of several instances on a node is worth; 0: too little, or no room."""
+    worth_LBC = near_LBC * LEVEL_WORTH // count_C
+    is_worth_LBC = worth_LBC >= LEVEL_WORTH * least_tokens // NEAR_SPEED
+    worth_LBC *= is_worth_LBC & (count_C <= size_B[:, None])
+    return worth_LBC

@@ -68,10 +68,12 @@ class NodeSlots:
         # Most layers share one sharding: K is 1 then, and L otherwise.
         is_same = bool((owner_LE == owner_LE[:1]).all())
         expert_KRS = build_slots(owner_LE[: 1 if is_same else None], none, num_ranks, num_slots)
-        pad = ((0, 0), (0, 1), (0, 0))
-        expert_KMWS = np.pad(expert_KRS, pad, constant_values=EMPTY)[:, rank_MW]
-        tokens_LMWS = kept_LE[np.arange(num_layers)[:, None, None, None], expert_KMWS]
-        tokens_LMWS = np.where(expert_KMWS == EMPTY, 0, tokens_LMWS)
+        no_rank = np.full((len(expert_KRS), 1, expert_KRS.shape[2]), EMPTY)
+        expert_KMWS = np.concatenate([expert_KRS, no_rank], axis=1)[:, rank_MW]
+        # EMPTY, as an index, reads the last column of the layer before: no tokens.
+        tokens_LX = np.concatenate([kept_LE, np.zeros((num_layers, 1), dtype=np.int64)], axis=1)
+        start_L = np.arange(num_layers) * tokens_LX.shape[1]
+        tokens_LMWS = tokens_LX.take(start_L[:, None, None, None] + expert_KMWS)
         load_LMW = np.where(rank_MW == num_ranks, FULL, tokens_LMWS.sum(axis=3))
         shape, num_all = (num_layers * num_nodes, width), expert_KMWS.shape[3]
         expert_LMWS = np.broadcast_to(expert_KMWS, tokens_LMWS.shape)
@@ -112,20 +114,26 @@ class NodeSlots:
         tokens_FN = np.ascontiguousarray(tokens_LMF.reshape(len(self.layer_N), -1).T)
         owner_FN = self.owner_LE[self.layer_N, expert_FN]
         open_NW = np.where(self.used_NW < self.num_slots, self.load_NW, FULL)
-        width, is_open = open_NW.shape[1], open_NW.reshape(-1)
+        # Each slot by itself: comparing what lies together is faster.
+        held_SNW = self.expert_NWS[:, :, -self.num_slots :].transpose(2, 0, 1).copy()
+        width, opened, held = open_NW.shape[1], open_NW.reshape(-1), held_SNW.reshape(-1)
         load, used = self.load_NW.reshape(-1), self.used_NW.reshape(-1)
         start_N = np.arange(len(self.layer_N)) * width
         for expert_N, tokens_N, owner_N in zip(expert_FN, tokens_FN, owner_FN, strict=True):
             is_held_NW = self.rank_NW == owner_N[:, None]
-            for slot in range(-self.num_slots, 0):
-                is_held_NW |= self.expert_NWS[:, :, slot] == expert_N[:, None]
+            for held_NW in held_SNW:
+                is_held_NW |= held_NW == expert_N[:, None]
             free_NW = np.where(is_held_NW, FULL, open_NW)
-            at_N = start_N + free_NW.argmin(axis=1)
-            is_put_N = (free_NW.take(at_N) < FULL) & (tokens_N != EMPTY)
-            row = np.flatnonzero(is_put_N)
-            at = at_N[row]
-            self._put(at, expert_N[row], tokens_N[row])
-            is_open[at] = np.where(used[at] < self.num_slots, load[at], FULL)
+            at = start_N + free_NW.argmin(axis=1)
+            is_put_N = (free_NW.take(at) < FULL) & (tokens_N != EMPTY)
+            is_all = bool(is_put_N.all())
+            put = at, expert_N, tokens_N
+            at, expert, tokens = put if is_all else (values[is_put_N] for values in put)
+            held[used[at] * used.size + at] = expert
+            self._put(at, expert, tokens)
+            opened[at] = np.where(used[at] < self.num_slots, load[at], FULL)
+            if is_all:
+                continue
             for lost in np.flatnonzero(~is_put_N & (tokens_N > 0)).tolist():
                 self._give_back(lost, int(expert_N[lost]), int(owner_N[lost]), int(tokens_N[lost]))
 

@@ -76,8 +76,9 @@ class Plan:
         num_layers, num_ranks, num_slots = self.slot_expert_LRS.shape
         num_experts = self.num_experts
         slot = self.slot_expert_LRS.reshape(num_layers, -1)
-        # EMPTY, as an index, reads the last expert's owner; `filled` removes that again.
-        owner = np.take_along_axis(self.owner_LE, slot, axis=1) if num_experts else slot
+        # EMPTY, as an index, reads the number before: `filled` removes that again.
+        start_L1 = np.arange(num_layers)[:, None] * num_experts
+        owner = self.owner_LE.take(start_L1 + slot) if num_experts else slot
         filled = slot != EMPTY
         owned = (owner == np.repeat(np.arange(num_ranks), num_slots)) & filled
         if np.count_nonzero(owned) < self.owner_LE.size:
@@ -231,15 +232,27 @@ def build_slots(
         (L, R, S) int64: owned experts ascending, replicas, EMPTY.
     """
     num_layers, num_experts = owner_LE.shape
-    owned_row = (np.arange(num_layers)[:, None] * num_ranks + owner_LE).ravel()
-    row = np.concatenate([owned_row, replicas_N3[:, 0] * num_ranks + replicas_N3[:, 2]])
-    expert = np.concatenate([np.tile(np.arange(num_experts), num_layers), replicas_N3[:, 1]])
-    # Stable: owned experts are listed before replicas, and by number.
+    num_rows = num_layers * num_ranks
+    # Most layers share one sharding: K is 1 then, and L otherwise.
+    owner_KE = owner_LE[:1] if (owner_LE == owner_LE[:1]).all() else owner_LE
+    owned_row = (np.arange(len(owner_KE))[:, None] * num_ranks + owner_KE).ravel()
+    expert = np.tile(np.arange(num_experts), len(owner_KE))
+    order, place, owned_count = _places(owned_row, len(owner_KE) * num_ranks)
+    num_slots = int(owned_count.max(initial=0)) + num_replica_slots
+    owned = np.full((len(owner_KE) * num_ranks, num_slots), EMPTY)
+    owned[owned_row[order], place] = expert[order]
+    times = num_layers // max(len(owner_KE), 1)
+    slots = np.tile(owned, (times, 1))
+    row = replicas_N3[:, 0] * num_ranks + replicas_N3[:, 2]
+    order, place, _ = _places(row, num_rows)
+    row = row[order]
+    slots[row, np.tile(owned_count, times)[row] + place] = replicas_N3[order, 1]
+    return slots.reshape(num_layers, num_ranks, num_slots)
+
+
+def _places(row: Int64Array, num_rows: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Return the stable order by row, each one's place in its row, and the size of each row."""
     order = np.argsort(row, kind="stable")
-    row, expert = row[order], expert[order]
-    count = np.bincount(row, minlength=num_layers * num_ranks)
-    position = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
-    most_owned = np.bincount(owned_row, minlength=1).max()
-    slots = np.full((num_layers * num_ranks, most_owned + num_replica_slots), EMPTY)
-    slots[row, position] = expert
-    return slots.reshape(num_layers, num_ranks, -1)
+    count = np.bincount(row, minlength=num_rows)
+    place = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+    return order, place, count
