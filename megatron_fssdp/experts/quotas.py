@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_fssdp.planning.equalize import NEAR_SPREADS, PASSES, SPREADS
+from megatron_fssdp.planning.localize import LOCAL_PASSES
 from megatron_fssdp.planning.plan import LayerPlan
 from megatron_fssdp.planning.quota_tables import Forest, QuotaTables, quota_tables
 from megatron_fssdp.planning.quotas import good_enough_shift
@@ -181,8 +182,10 @@ def _balance(
             quota_N = torch.where(is_done, quota_N, levelled_N)
             load_R = _loads(quota_N, base_R, tables)
 
-    quota_N = _localize(quota_N, share_N, load_R, tables, goal)
-    load_R = _loads(quota_N, base_R, tables)
+    most = torch.maximum(goal, load_R.amax())
+    for _ in range(LOCAL_PASSES):
+        quota_N = _localize(quota_N, share_N, most - load_R, tables)
+        load_R = _loads(quota_N, base_R, tables)
     owners_load_R = _sum_at(load_E, tables.owner_E, num_ranks)
     owners_N = torch.where(tables.column_N == 0, load_X[tables.expert_N], 0)
     return torch.where(load_R.amax() <= owners_load_R.amax(), quota_N, owners_N)
@@ -283,11 +286,8 @@ def _give_up_cut(quota_N: Tensor, cut_N: Tensor, tables: DeviceTables) -> Tensor
     return torch.where(cut_N, 0, quota_N).index_add(0, heir_X, given_X)
 
 
-def _localize(
-    quota_N: Tensor, share_N: Tensor, load_R: Tensor, tables: DeviceTables, goal: Tensor
-) -> Tensor:
-    """`planning.localize.localize`."""
-    room_R = torch.maximum(goal, load_R.amax()) - load_R
+def _localize(quota_N: Tensor, share_N: Tensor, room_R: Tensor, tables: DeviceTables) -> Tensor:
+    """A pass of `planning.localize.localize`."""
     lack_N = (share_N - quota_N).clamp(min=0)
     takers_R = _sum_at((lack_N > 0).long(), tables.rank_N, tables.host.num_ranks)
     part_R = _floor_divide(room_R, takers_R.clamp(min=1))
