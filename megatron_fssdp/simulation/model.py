@@ -153,12 +153,12 @@ def read_job(
 
 
 def with_fssdp_args(job: Job, preset: Preset) -> Job:
-    """Return the job with the preset's FSSDP_ARGS, and a note of them if there are any."""
-    if not preset.fssdp_args:
+    """Return the job with the preset's FSSDP flags, and a note of them if there are any."""
+    args = merge([preset.fssdp_args_for(job.layout.num_ranks)])
+    if not args:
         return job
-    words = " ".join(to_words(merge([preset.fssdp_args])))
-    note = f"FSSDP runs with the preset's {words}, where nothing else is asked for"
-    return replace(job, fssdp_args=preset.fssdp_args, notes=(*job.notes, note))
+    note = f"FSSDP runs with the preset's {' '.join(to_words(args))}, where nothing else is asked"
+    return replace(job, fssdp_args=args, notes=(*job.notes, f"{note} for"))
 
 
 def job_from_flags(args: Mapping[str, Any], name: str, num_ranks: int) -> Job:

@@ -138,7 +138,7 @@ KEPT, AGAIN = Copying(num_microbatches=4), Copying(num_microbatches=4, remateria
 
 
 def test_how_often_replicas_travel():
-    """Weights of 200 bytes and gradients of 200: once in 4 micro-batches, or 2 + 1 times in each."""
+    """Weights and gradients of 200 bytes each: once in 4 micro-batches, or 2 + 1 times in each."""
     assert KEPT.replica_bytes(SHAPE) == 100
     assert AGAIN.replica_bytes(SHAPE) == 600
     assert replace(KEPT, returns_each=True).replica_bytes(SHAPE) == 250

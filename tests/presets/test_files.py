@@ -50,7 +50,8 @@ def test_models_name_their_source(name: str) -> None:
 def test_no_preset_forces_the_balance_or_hides_missing_weights(name: str) -> None:
     """Fault 48: a lenient strictness swallowed that weights were missing from a checkpoint."""
     preset = read_preset(name)
-    flags = {*preset.args, *preset.fssdp_args, *(f for a in preset.layouts.values() for f in a)}
+    layouts = (*preset.layouts.values(), *preset.fssdp_layouts.values())
+    flags = {*preset.args, *preset.fssdp_args, *(flag for each in layouts for flag in each)}
     assert not {"--moe-router-force-load-balancing", "--dist-ckpt-strictness"} & flags
 
 
