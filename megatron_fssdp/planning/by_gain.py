@@ -5,7 +5,8 @@
 Ways are tried for each layer, those that send least first, until one balances it. Node by node
 (`by_node`): replicas keep tokens on their node or cost no network. Then replicas that level all
 ranks, each where it keeps most tokens (`NodeSlots.fill`), or the fewest that do (`gain`); spares
-(`spares`) fill the slots that are left. A layer that owners alone balance gets none.
+(`spares`) fill the slots that are left, as far as they pay. A layer that owners alone balance gets
+none.
 """
 
 from __future__ import annotations
