@@ -201,9 +201,9 @@ def _calibrate() -> dict[str, Any]:
 
 
 def _planning_s() -> float:
-    """Seconds of one layer's counts, quotas and this rank's split, as the layer does them."""
+    """Seconds of one layer's counts, quotas and this rank's messages, as the layer does them."""
     from megatron_fssdp.planning.planner import PlanSettings, plan_layers
-    from megatron_fssdp.planning.quotas import balance, split_source
+    from megatron_fssdp.planning.quotas import balance, messages_of
     from megatron_fssdp.planning.sharding import shard_evenly
     from megatron_fssdp.planning.topology import Topology
 
@@ -218,6 +218,6 @@ def _planning_s() -> float:
         begin = time.perf_counter()
         dist.all_gather_into_tensor(gathered, torch.from_numpy(counts_RE[0]))
         quota_EI = balance(counts_RE, plan, topology.node_of_rank)
-        split_source(counts_RE, quota_EI, plan, topology.node_of_rank, dist.get_rank())
+        messages_of(counts_RE, quota_EI, plan, topology.node_of_rank, dist.get_rank())
         times.append(time.perf_counter() - begin)
     return statistics.median(times)

@@ -24,7 +24,6 @@ from reproduce_cells import (
     ITERATIONS,
     OURS,
     OURS_FEWEST,
-    OURS_FUSED,
     OURS_RM,
     PUBLISHED,
     SYSTEMS,
@@ -52,7 +51,6 @@ SHORT = {
     "fastermoe": "faster",
     "smartmoe": "smart",
     "flexmoe": "flex",
-    OURS_FUSED: "fused",
     OURS_FEWEST: "no spares",
 }
 
@@ -180,7 +178,7 @@ def verdicts(found: Found, claims: list[Row]) -> list[str]:
         if row["verdict"] == "OUT":
             reason = next(text for key, text in REASONS.items() if row["claim"].startswith(key))
             lines.append(f"OUT {row['claim']}: {row['found']} for {row['published']}: {reason}.")
-    for name in (OURS, OURS_FUSED, OURS_FEWEST):
+    for name in (OURS, OURS_FEWEST):
         lost = [
             f"{cell.place} {cell.model} ({result.speed_up(name, best):.2f} x {best})"
             for cell, result in found

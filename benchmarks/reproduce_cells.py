@@ -17,7 +17,6 @@ from megatron_fssdp.simulation.simulate import WARM_UP, simulate
 from megatron_fssdp.simulation.spread import ZipfTrace
 from megatron_fssdp.simulation.systems import Options
 from megatron_fssdp.simulation.systems.hecate import Hecate
-from megatron_fssdp.simulation.systems.planning import DEVICE_S, FUSED_S
 
 # One setting for all cells. The paper reports neither data nor loads, only that EP is "up to
 # 5.18x" slower at its worst imbalance: with this exponent the worst layer of any iteration has a
@@ -39,10 +38,8 @@ MODELS = ("gpt_moe_s", "gpt_moe_l", "bert_moe", "bert_moe_deep")
 BASELINES = ("fastermoe", "smartmoe", "flexmoe")
 PUBLISHED = ("hecate", "hecate-rm")
 # Ours: the flags' defaults, with spare replicas where they pay; without any stands beside it.
-# Quotas take what today's routine is assumed to take; beside it, with a fused kernel that does not
-# exist yet.
-OURS, OURS_RM, OURS_FUSED, OURS_FEWEST = "fssdp", "fssdp-rm", "fssdp-fused", "fssdp, no spares"
-SYSTEMS = ("ep", *BASELINES, *PUBLISHED, OURS, OURS_RM, OURS_FUSED, OURS_FEWEST)
+OURS, OURS_RM, OURS_FEWEST = "fssdp", "fssdp-rm", "fssdp, no spares"
+SYSTEMS = ("ep", *BASELINES, *PUBLISHED, OURS, OURS_RM, OURS_FEWEST)
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,7 @@ def run_cell(cell: Cell, num_iterations: int = ITERATIONS) -> Result:
         )
 
     theirs = run(("ep", *BASELINES, *PUBLISHED), SLOTS, PlanSettings())
-    ours = run((OURS, OURS_RM, OURS_FUSED), OUR_SLOTS, PlanSettings()).systems
+    ours = run((OURS, OURS_RM), OUR_SLOTS, PlanSettings()).systems
     fewest = run((OURS,), OUR_SLOTS, PlanSettings(spare_tokens=None)).systems[0]
     fewest = replace(fewest, name=OURS_FEWEST, title="FSSDP, no spare replicas")
     return replace(theirs, systems=(*theirs.systems, *ours, fewest))
@@ -155,7 +152,6 @@ def describe_setting() -> str:
         f"Loads: Zipf {EXPONENT} in each layer in another order, drifting slowly, seed {SEED}; "
         f"{TOKENS} tokens of a GPU in one micro-batch an iteration; {SLOTS} replica slots "
         f"({OUR_SLOTS} for ours); owners and placements looked at every "
-        f"{INTERVAL} iterations; bf16, distributed optimizer; our quotas {1e6 * DEVICE_S:,.0f} us "
-        f"a layer, fused {1e6 * FUSED_S:.0f}, Hecate's plans hidden. The same in all cells; none "
-        "is tuned."
+        f"{INTERVAL} iterations; bf16, distributed optimizer; our quotas on the host, "
+        "Hecate's plans hidden. The same in all cells; none is tuned."
     )

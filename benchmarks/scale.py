@@ -5,9 +5,7 @@
 DeepSeek-V3 on 8 to 256 nodes of 8 H100, Mixtral 8x22B on 16 to 128, Qwen3-235B on 1 to 8 GB200
 NVL72 racks; EP, LAER, MoonEP-style, FSSDP. DeepSeek-V3 from 16 nodes and Mixtral have layouts of
 their presets; DeepSeek-V3 on 8 nodes has a smaller one of ours, Qwen3 one of ours for its racks.
-FSSDP takes the preset's FSSDP_ARGS, and quotas what today's routine is assumed to take; beside it
-stands FSSDP with a fused quota kernel, which does not exist yet. What does not fit a GPU's memory
-is drawn hollow.
+FSSDP takes the preset's FSSDP_ARGS. What does not fit a GPU's memory is drawn hollow.
 
     python benchmarks/scale.py [--iterations 2] [--processes 2] [--output docs/scale.png]
         [--json FILE | --from-json FILE]
@@ -34,9 +32,8 @@ from megatron_fssdp.simulation.cluster import load_cluster
 from megatron_fssdp.simulation.model import Job, job_from_flags, with_fssdp_args
 from megatron_fssdp.simulation.simulate import WARM_UP, simulate
 from megatron_fssdp.simulation.spread import ZipfTrace
-from megatron_fssdp.simulation.systems.planning import DEVICE_S, FUSED_S
 
-SYSTEMS = ("ep", "laer", "moonep", "fssdp", "fssdp-fused", "fssdp-rm")
+SYSTEMS = ("ep", "laer", "moonep", "fssdp", "fssdp-rm")
 # Zipf exponents, mild to strong, and the one of the figure's left half.
 EXPONENTS = (0.0, 0.2, 0.4, 0.6, 0.8)
 EXPONENT = 0.4
@@ -46,9 +43,8 @@ TRACE_LAYERS = 4
 STYLES = {
     "laer": ("LAER-MoE (FSEP)", "tab:orange", "s", "-"),
     "moonep": ("MoonEP-style", "tab:green", "^", "-"),
-    "fssdp": ("FSSDP, quotas of today", "tab:blue", "o", "-"),
-    "fssdp-fused": ("FSSDP, were quotas fused", "tab:blue", "D", ":"),
-    "fssdp-rm": ("FSSDP of today, re-materialized", "tab:cyan", "v", "-"),
+    "fssdp": ("FSSDP", "tab:blue", "o", "-"),
+    "fssdp-rm": ("FSSDP, re-materialized", "tab:cyan", "v", "-"),
 }
 
 
@@ -167,8 +163,7 @@ def table_row(row: Row) -> Row:
         value = f"{row[name]:.2f}"
         shown[short[name]] = value if row[f"fits {name}"] else f"({value})"
     for name in SYSTEMS:
-        if name != "fssdp-fused":  # as FSSDP
-            shown[f"GB {short[name]}"] = f"{row[f'GB {name}']:.0f}"
+        shown[f"GB {short[name]}"] = f"{row[f'GB {name}']:.0f}"
     return shown
 
 
@@ -242,10 +237,8 @@ def main() -> int:
     shown = [table_row(row) for row in rows]
     show(console, "Simulated speed-up over EP", shown, sections=("model",), places=2)
     console.print(
-        "GB: memory of the fullest GPU (fused: as fssdp). In brackets: does not fit the GPU. of: "
-        "whose layout. fssdp: with the preset's FSSDP_ARGS, and quotas "
-        f"{DEVICE_S * 1e6:,.0f} us a layer and micro-batch as today's routine is assumed to take; "
-        f"fused: {FUSED_S * 1e6:.0f} us, with a kernel that does not exist yet."
+        "GB: memory of the fullest GPU. In brackets: does not fit the GPU. of: whose layout. "
+        "fssdp: with the preset's FSSDP_ARGS."
     )
     draw(rows, args.output)
     console.print(f"wrote {args.output}")

@@ -23,7 +23,7 @@ Launcher = Literal["torchrun", "srun"]
 
 _PLANNING = (
     "What FSSDP's quotas take in each MoE layer and micro-batch, in microseconds. Default: what "
-    "the cluster file says (compute: planning_s), or an assumption that is printed."
+    "the cluster file says (compute: planning_s), or what the routine was measured to take."
 )
 
 app = typer.Typer(

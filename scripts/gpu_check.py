@@ -36,11 +36,11 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_fssdp.experts.compute import RowGroups, grouped_linear
-from megatron_fssdp.experts.quotas import DEVICE_TURNS, DeviceTables, split_tokens
+from megatron_fssdp.experts.quotas import DEVICE_TURNS, DeviceTables, send_array, split_tokens
 from megatron_fssdp.experts.routing import translate_routing
 from megatron_fssdp.planning.plan import LayerPlan
 from megatron_fssdp.planning.planner import PlanSettings, plan_layers
-from megatron_fssdp.planning.quotas import balance, rank_loads, split_source
+from megatron_fssdp.planning.quotas import balance, messages_of, rank_loads, split_source
 from megatron_fssdp.planning.sharding import shard_evenly
 from megatron_fssdp.planning.topology import Topology
 
@@ -100,6 +100,20 @@ def check_quotas(device: torch.device) -> tuple[bool, float]:
         is_equal &= np.array_equal(split_EI.cpu().numpy(), want_EI)
         is_equal &= np.array_equal(loads_R.cpu().numpy(), rank_loads(quota_EI, plan))
     return is_equal, best_ms(lambda: split_tokens(counts, tables, 0), device)
+
+
+def check_host_quotas(device: torch.device) -> tuple[bool, float]:
+    """Make quotas as training does: counts to the host, quotas there, the split to the device."""
+    plan, nodes, counts_RE = make_case()
+    counts = torch.from_numpy(counts_RE).to(device)
+
+    def split() -> torch.Tensor:
+        here = counts.cpu().numpy()
+        quota_EI = balance(here, plan, nodes)
+        return send_array(messages_of(here, quota_EI, plan, nodes, 0).split_EI, device)
+
+    want_EI = split_source(counts_RE, balance(counts_RE, plan, nodes), plan, nodes, 0)
+    return np.array_equal(split().cpu().numpy(), want_EI), best_ms(split, device)
 
 
 def check_translation(device: torch.device) -> tuple[bool, float]:
@@ -185,7 +199,8 @@ def _add_checks(table: Table, device: torch.device) -> bool:
     """Run the checks that need no Transformer Engine."""
     all_good = True
     for title, check in (
-        (f"quotas of {RANKS} ranks, {EXPERTS} experts", check_quotas),
+        (f"quotas of {RANKS} ranks, {EXPERTS} experts, on the host", check_host_quotas),
+        ("the same on the device", check_quotas),
         (f"translation of {TOKENS} tokens, top-{TOPK}", check_translation),
         ("grouped GEMM, 8192 rows, forward + backward", check_grouped_gemm),
         ("copies: overlap and re-materialization", check_streams),

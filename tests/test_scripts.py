@@ -30,7 +30,7 @@ def run_script(*command: str, timeout_s: float = 200) -> str:
 
 def test_gpu_check_compares_right_on_a_cpu() -> None:
     printed = run_script("scripts/gpu_check.py", "--device", "cpu")
-    assert printed.count("equal") == 5
+    assert printed.count("equal") == 6
     assert "WRONG" not in printed
     # The check of its experts, in a process that has it: test_transformer_engine.py.
     assert "transformer-engine is not installed" in printed

@@ -99,7 +99,7 @@ class DeviceTables:
     ) -> DeviceTables:
         """Copy a plan's tables to the device, without waiting for the copies."""
         host = quota_tables(plan, node_of_rank)
-        send = _sender(torch.device(device))
+        send = partial(send_array, device=torch.device(device))
         num_slots, width = len(host.rank_N), plan.instance_rank_EI.shape[1]
         place_N = np.empty(num_slots, dtype=np.int64)
         place_N[host.by_node_N] = np.arange(num_slots)
@@ -366,17 +366,13 @@ def _extreme(value_N: Tensor, tables: DeviceTables, reduce: str) -> Tensor:
     return start_X.scatter_reduce(0, tables.expert_N, value_N, reduce, include_self=False)
 
 
-def _sender(device: torch.device) -> Callable[[Any], Tensor]:
-    """Return a function that copies an array to the device without waiting for it."""
-
-    def send(array: Any) -> Tensor:
-        # A copy: tables are read-only, and a pinned one is what makes the transfer asynchronous.
-        host = torch.tensor(array)
-        if device.type == "cuda":
-            host = host.pin_memory()
-        return host.to(device, non_blocking=True)
-
-    return send
+def send_array(array: Any, device: torch.device) -> Tensor:
+    """Copy an array to the device without waiting for it."""
+    # A copy: tables are read-only, and a pinned one is what makes the transfer asynchronous.
+    host = torch.tensor(array)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
 
 
 def _send_arrays(

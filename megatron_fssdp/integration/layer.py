@@ -38,6 +38,7 @@ from megatron_fssdp.integration.ownership import LayerHomes, Ownership
 from megatron_fssdp.integration.runtime import FSSDPRuntime
 from megatron_fssdp.integration.slot_experts import build_slot_experts
 from megatron_fssdp.integration.step import LayerStep
+from megatron_fssdp.integration.told_dispatch import ToldAlltoAllDispatcher
 from megatron_fssdp.planning.cost import LayerShape
 
 
@@ -92,7 +93,9 @@ class FSSDPMoELayer(MoELayer):
         )
 
     def _build_dispatcher(self, num_slots: int) -> None:
-        kind = FusedAlltoAllDispatcher if self._is_fused else self._dispatcher_type
+        kind: type = FusedAlltoAllDispatcher if self._is_fused else self._dispatcher_type
+        if kind is MoEAlltoAllTokenDispatcher:
+            kind = ToldAlltoAllDispatcher
         self.token_dispatcher: Any = _build_physical_dispatcher(
             kind, self.config, num_slots, self._groups
         )
@@ -145,15 +148,20 @@ class FSSDPMoELayer(MoELayer):
             self._build_dispatcher(self._runtime.owners.num_slots(self._index))
         counts_RZE = self._count(routing_map, self._visit)
         counts_RE = counts_RZE.sum(dim=1)
+        if self._runtime.config.fssdp_quotas == "host":
+            counts_RE = counts_RE.cpu()  # waits for the device
         if self._runtime.config.fssdp_calibration and self.training:
             step = self._runtime.calibrate(self._index, counts_RE)
             self._visit.move_to(step.placement)
-        split_EI, loads_R = step.split(counts_RE)
+        split = step.split(counts_RE)
         if self.training:
-            self._runtime.record(self._index, counts_RE, loads_R)
+            self._runtime.record(self._index, counts_RE, split.loads_R)
+        split_EI = split.split_EI
         if counts_RZE.shape[1] > 1:
             mine_ZE, shard = counts_RZE[self._groups.ep.rank()], self._groups.expt_tp.rank()
             split_EI = share_of(split_EI, mine_ZE, shard)
+        elif split.messages and isinstance(self.token_dispatcher, ToldAlltoAllDispatcher):
+            self.token_dispatcher.tell(split.messages)
         routing_map, probs = translate_routing(
             routing_map, probs, split_EI, step.physical_EI, step.num_physical
         )

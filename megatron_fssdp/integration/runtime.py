@@ -244,6 +244,7 @@ class FSSDPRuntime:
             layer.shared.topology,
             device,
             self.config.fssdp_balance_tolerance,
+            self.config.fssdp_quotas,
             make_scheduler(layer, self.config),
         )
 

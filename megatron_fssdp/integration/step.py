@@ -12,14 +12,29 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.experts.placement import Placement, Scheduler
-from megatron_fssdp.experts.quotas import DeviceTables, split_tokens
+from megatron_fssdp.experts.quotas import DeviceTables, send_array, split_tokens
 from megatron_fssdp.integration.records import Calibration
 from megatron_fssdp.planning.calibration import calibrate_layer
 from megatron_fssdp.planning.cost import ComputeRate, LayerShape, saved_s, schedule_s
 from megatron_fssdp.planning.plan import Int64Array, LayerPlan
 from megatron_fssdp.planning.planner import PlanSettings
-from megatron_fssdp.planning.quotas import balance, rank_loads, split_source
+from megatron_fssdp.planning.quotas import Messages, balance, messages_of, rank_loads
 from megatron_fssdp.planning.topology import Topology
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """What the quotas of a forward say.
+
+    Attributes:
+        split_EI: (E, I) int64 on the layer's device, this rank's tokens for each instance.
+        loads_R: (R,) int64 where the counts are, the tokens that each rank computes.
+        messages: what this rank sends and receives, on the host; None: only the device knows.
+    """
+
+    split_EI: torch.Tensor
+    loads_R: torch.Tensor
+    messages: Messages | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +47,7 @@ class LayerStep:
         topology: which node each of the group's ranks is on.
         device: where the layer computes.
         tolerance: how much fuller than the mean the fullest rank may be where that saves traffic.
+        quotas: where they are made, "host" or "device".
         scheduler: makes the messages that fetch replicas.
     """
 
@@ -40,6 +56,7 @@ class LayerStep:
     topology: Topology
     device: torch.device
     tolerance: float
+    quotas: str
     scheduler: Scheduler
 
     @property
@@ -62,24 +79,21 @@ class LayerStep:
     def _tables(self) -> DeviceTables:
         return DeviceTables.build(self.plan, self.topology.node_of_rank, self.device)
 
-    def split(self, counts_RE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def split(self, counts_RE: torch.Tensor) -> Split:
         """Choose the quotas for true counts.
 
         Args:
-            counts_RE: (R, E) int64 on the device, tokens that each rank routes to each expert.
-
-        Returns:
-            (E, I) int64, how many of this rank's tokens go to each instance, and (R,) int64, the
-            tokens that each rank computes. On the device; without host synchronisation on CUDA.
+            counts_RE: (R, E) int64, tokens that each rank routes to each expert; with quotas
+                "host" on the host, else on the device.
         """
         rank = self.group.rank()
-        if self.device.type == "cuda":
-            return split_tokens(counts_RE, self._tables, rank, self.tolerance)
-        counts = counts_RE.numpy()
-        nodes = self.topology.node_of_rank
+        if self.quotas == "device":
+            return Split(*split_tokens(counts_RE, self._tables, rank, self.tolerance), None)
+        counts, nodes = counts_RE.numpy(), self.topology.node_of_rank
         quota_EI = balance(counts, self.plan, nodes, self.tolerance)
-        split_EI = split_source(counts, quota_EI, self.plan, nodes, rank)
-        return torch.from_numpy(split_EI), torch.from_numpy(rank_loads(quota_EI, self.plan))
+        messages = messages_of(counts, quota_EI, self.plan, nodes, rank)
+        loads_R = torch.from_numpy(rank_loads(quota_EI, self.plan))
+        return Split(send_array(messages.split_EI, self.device), loads_R, messages)
 
 
 def calibrate_step(

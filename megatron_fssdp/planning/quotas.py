@@ -156,75 +156,162 @@ def split_source(
     Example: with `balance`'s, rank 0 keeps 5 of its 6 tokens for expert 0 and sends 1 to rank 1:
     [[5, 1], [1, 0]]; rank 1 keeps its own: [[0, 2], [1, 0]].
     """
-    split_EI = np.zeros_like(quota_EI)
-    split_EI[:, 0] = counts_RE[source]
     tables = quota_tables(plan, node_of_rank)
-    if not len(tables.expert_X):
-        return split_EI
-    expert_N, node = tables.expert_N, int(tables.node_R[source])
-    room_N = quota_EI[tables.expert_X[expert_N], tables.column_N]
+    split_N = _sent(counts_RE, _rooms(counts_RE, quota_EI, tables), tables, source)
+    return _split(counts_RE[source], split_N, tables, quota_EI.shape)
 
-    # 1. Own rank.
-    local_N = np.minimum(counts_RE[tables.rank_N, tables.expert_X[expert_N]], room_N)
-    local_N = local_N.astype(np.int64)
-    left = _without_local(counts_RE, local_N, tables, source)
-    room_N = room_N - local_N
-    split_N = np.where(tables.rank_N == source, local_N, 0)
 
-    # 2. Own node: its sources' tokens laid end to end in rank order, against its instances' room.
-    offset_N = _room_before(room_N, tables)
-    room_MX = np.zeros_like(left.sent_MX)
-    np.add.at(room_MX, (tables.node_N, expert_N), room_N)
-    is_near_N = tables.node_N == node
-    mine_X, before_X = left.mine_X, left.before_X
-    split_N += is_near_N * _overlap(before_X[expert_N], mine_X[expert_N], offset_N, room_N)
-    room_N = room_N - _overlap(0, left.sent_MX[tables.node_N, expert_N], offset_N, room_N)
+@dataclass(frozen=True, eq=False)
+class Messages:
+    """What one rank sends in the dispatch, and what arrives there.
 
-    # 3. Anywhere: what the nodes could not keep, node after node.
-    far_MX = np.maximum(left.sent_MX - room_MX, 0)
-    before_far_X = far_MX[:node].sum(axis=0) + np.maximum(before_X - room_MX[node], 0)
-    far_X = mine_X - _overlap(before_X, mine_X, 0, room_MX[node])
-    run_N = np.cumsum(room_N) - room_N
-    offset_N = run_N - run_N[tables.first_X][expert_N]
-    split_N += _overlap(before_far_X[expert_N], far_X[expert_N], offset_N, room_N)
+    Attributes:
+        split_EI: (E, I) int64, its tokens for each instance, as `split_source` returns them.
+        sent_R: (R,) int64, its tokens for each rank.
+        received_RS: (R, S) int64, each source rank's tokens for each of its own slots.
+    """
 
-    split_EI[tables.expert_X[expert_N], tables.column_N] = split_N
+    split_EI: Int64Array
+    sent_R: Int64Array
+    received_RS: Int64Array
+
+
+def messages_of(
+    counts_RE: Int64Array,
+    quota_EI: Int64Array,
+    plan: LayerPlan,
+    node_of_rank: Sequence[int],
+    rank: int,
+) -> Messages:
+    """Return what a rank sends and receives, as `split_source` of all ranks says.
+
+    Its arguments are those of `split_source`. Needs no array of [R, E, I]: of the other sources
+    only what comes to this rank's slots is worked out.
+    """
+    tables = quota_tables(plan, node_of_rank)
+    rooms, mine_E = _rooms(counts_RE, quota_EI, tables), counts_RE[rank]
+    split_N = _sent(counts_RE, rooms, tables, rank)
+    sent_R = np.bincount(tables.owner_E, mine_E * tables.single_E, tables.num_ranks)
+    sent_R += np.bincount(tables.rank_N, split_N, tables.num_ranks)
+    slot_expert_S = plan.slot_expert_RS[rank]
+    received_RS = counts_RE[:, slot_expert_S].astype(np.int64) * (slot_expert_S != EMPTY)
+    at_K = np.flatnonzero(tables.rank_N == rank)
+    if len(at_K):
+        expert_K = tables.expert_X[tables.expert_N[at_K]]
+        physical_K = plan.instance_physical_EI[expert_K, tables.column_N[at_K]]
+        slot_K = physical_K - rank * plan.num_slots
+        received_RS[:, slot_K] = _received(counts_RE, rooms, tables, rank, at_K)
+    split_EI = _split(mine_E, split_N, tables, quota_EI.shape)
+    return Messages(split_EI, sent_R.astype(np.int64), received_RS)
+
+
+def _split(
+    tokens_E: Int64Array, split_N: Int64Array, tables: QuotaTables, shape_EI: tuple[int, ...]
+) -> Int64Array:
+    """(E, I) a source's tokens: those for experts with one instance go there."""
+    split_EI = np.zeros(shape_EI, dtype=np.int64)
+    split_EI[:, 0] = tokens_E
+    split_EI[tables.expert_X[tables.expert_N], tables.column_N] = split_N
     return split_EI
 
 
-@dataclass(frozen=True)
-class _Left:
-    """Tokens for replicated experts that have no instance with quota on their own rank.
+@dataclass(frozen=True, eq=False)
+class _Rooms:
+    """The instances' quotas, as what is sent from near and far fills them up.
+
+    A source's tokens for an expert fill first the instance on its rank, then those on its node,
+    then any: each time all sources' tokens are laid end to end against the instances' room.
 
     Attributes:
-        sent_MX: (M, X) int64, of each node.
-        mine_X: (X,) int64, of the source.
-        before_X: (X,) int64, of the source's node, of ranks before the source.
+        local_N: (N,) int64, tokens of the instance's own rank.
+        near_N, near_start_N: (N,) int64, room for other tokens of its node, and where that begins.
+        far_N, far_start_N: (N,) int64, what is then left for any token, and where that begins.
+        sent_MX: (M, X) int64, tokens of each node without an instance with quota on their rank.
+        room_MX: (M, X) int64, what its instances have for them.
     """
 
+    local_N: Int64Array
+    near_N: Int64Array
+    near_start_N: Int64Array
+    far_N: Int64Array
+    far_start_N: Int64Array
     sent_MX: Int64Array
-    mine_X: Int64Array
-    before_X: Int64Array
+    room_MX: Int64Array
 
 
-def _without_local(
-    counts_RE: Int64Array, local_N: Int64Array, tables: QuotaTables, source: int
-) -> _Left:
-    expert_N, rank_N = tables.expert_N, tables.rank_N
+def _rooms(counts_RE: Int64Array, quota_EI: Int64Array, tables: QuotaTables) -> _Rooms:
+    expert_N, node_N = tables.expert_N, tables.node_N
+    quota_N = quota_EI[tables.expert_X[expert_N], tables.column_N]
+    local_N = np.minimum(counts_RE[tables.rank_N, tables.expert_X[expert_N]], quota_N)
+    local_N = local_N.astype(np.int64)
     sent_MX = _sum_by_node(counts_RE, tables)[:, tables.expert_X]
-    np.subtract.at(sent_MX, (tables.node_N, expert_N), local_N)
-    start = tables.node_start[tables.node_R[source]]
-    at = int(np.flatnonzero(tables.by_node_R == source)[0])
-    ahead = tables.by_node_R[start:at]
-    mine_X = counts_RE[source, tables.expert_X].astype(np.int64)
-    before_X = counts_RE[ahead].sum(axis=0, dtype=np.int64)[tables.expert_X]
+    np.subtract.at(sent_MX, (node_N, expert_N), local_N)
+    near_N = quota_N - local_N
+    near_start_N = _room_before(near_N, tables)
+    room_MX = np.zeros_like(sent_MX)
+    np.add.at(room_MX, (node_N, expert_N), near_N)
+    far_N = near_N - _overlap(0, sent_MX[node_N, expert_N], near_start_N, near_N)
+    run_N = np.cumsum(far_N) - far_N
+    far_start_N = run_N - run_N[tables.first_X][expert_N]
+    return _Rooms(local_N, near_N, near_start_N, far_N, far_start_N, sent_MX, room_MX)
+
+
+def _sent(counts_RE: Int64Array, rooms: _Rooms, tables: QuotaTables, source: int) -> Int64Array:
+    """(N,) tokens of the source for each instance."""
+    expert_N = tables.expert_N
+    node, is_own_N = int(tables.node_R[source]), tables.rank_N == source
+    start = tables.node_start[node]
+    ahead = tables.by_node_R[start : int(np.flatnonzero(tables.by_node_R == source)[0])]
     is_ahead_R = np.zeros(tables.num_ranks, dtype=bool)
     is_ahead_R[ahead] = True
-    num_replicated = len(tables.expert_X)
-    for values_X, is_here_N in ((mine_X, rank_N == source), (before_X, is_ahead_R[rank_N])):
-        here = np.bincount(expert_N, weights=local_N * is_here_N, minlength=num_replicated)
-        values_X -= here.astype(np.int64)
-    return _Left(sent_MX, mine_X, before_X)
+
+    def left(tokens_E: Int64Array, is_here_N: Int64Array) -> Int64Array:
+        kept_X = np.bincount(expert_N, rooms.local_N * is_here_N, len(tables.first_X))
+        left_X: Int64Array = tokens_E[tables.expert_X] - kept_X.astype(np.int64)
+        return left_X
+
+    mine_X = left(counts_RE[source].astype(np.int64), is_own_N)
+    before_X = left(counts_RE[ahead].sum(axis=0, dtype=np.int64), is_ahead_R[tables.rank_N])
+    # 1. Own rank. 2. Own node: its sources in rank order. 3. Anywhere: node after node.
+    split_N = np.where(is_own_N, rooms.local_N, 0)
+    near_N = _overlap(before_X[expert_N], mine_X[expert_N], rooms.near_start_N, rooms.near_N)
+    split_N += (tables.node_N == node) * near_N
+    far_MX = np.maximum(rooms.sent_MX[:node] - rooms.room_MX[:node], 0)
+    room_X = rooms.room_MX[node]
+    before_far_X = far_MX.sum(axis=0) + np.maximum(before_X - room_X, 0)
+    far_X = mine_X - _overlap(before_X, mine_X, 0, room_X)
+    split_N += _overlap(before_far_X[expert_N], far_X[expert_N], rooms.far_start_N, rooms.far_N)
+    return split_N
+
+
+def _received(
+    counts_RE: Int64Array, rooms: _Rooms, tables: QuotaTables, rank: int, at_K: Int64Array
+) -> Int64Array:
+    """(R, K) tokens of each source for the K replicated experts' instances on this rank."""
+    x_K, number_X = tables.expert_N[at_K], np.full(len(tables.first_X), EMPTY)
+    number_X[x_K] = np.arange(len(at_K))
+    # What of each source's tokens does not stay on its rank; as everything below, by node.
+    left_RK = counts_RE[:, tables.expert_X[x_K]].astype(np.int64)
+    k_N = number_X[tables.expert_N]
+    is_mine_N = k_N != EMPTY
+    left_RK[tables.rank_N[is_mine_N], k_N[is_mine_N]] -= rooms.local_N[is_mine_N]
+    left_RK, node_R = left_RK[tables.by_node_R], tables.node_R[tables.by_node_R]
+    run_RK = np.cumsum(left_RK, axis=0) - left_RK
+    before_RK = run_RK - run_RK[tables.node_start][node_R]
+
+    node = int(tables.node_R[rank])
+    near_RK = _overlap(before_RK, left_RK, rooms.near_start_N[at_K], rooms.near_N[at_K])
+    received_RK = (node_R == node)[:, None] * near_RK
+    room_MK = rooms.room_MX[:, x_K]
+    far_MK = np.maximum(rooms.sent_MX[:, x_K] - room_MK, 0)
+    room_RK, ahead_MK = room_MK[node_R], np.cumsum(far_MK, axis=0) - far_MK
+    before_far_RK = ahead_MK[node_R] + np.maximum(before_RK - room_RK, 0)
+    far_RK = left_RK - _overlap(before_RK, left_RK, 0, room_RK)
+    received_RK += _overlap(before_far_RK, far_RK, rooms.far_start_N[at_K], rooms.far_N[at_K])
+    result_RK: Int64Array = np.empty_like(received_RK)
+    result_RK[tables.by_node_R] = received_RK
+    result_RK[rank] += rooms.local_N[at_K]
+    return result_RK
 
 
 def _room_before(room_N: Int64Array, tables: QuotaTables) -> Int64Array:

@@ -11,7 +11,7 @@ wrote). Keys that only the simulator uses, all optional:
       memory_bytes_per_s: 3e12 # what passes that only move data reach; default: they take nothing
       shared_cores: 2          # CPU cores that all ranks share, where they are fewer
       has_fused_kernels: false # attention, activation, gradient accumulation; default true
-      planning_s: 6e-3         # of FSSDP's quotas in a layer and micro-batch; see systems.planning
+      planning_s: 0.5e-3       # of FSSDP's quotas in a layer and micro-batch; see systems.planning
     gpu:
       memory_bytes: 80e9       # of a rank
 

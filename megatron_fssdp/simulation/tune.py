@@ -227,7 +227,7 @@ def tune(
         if not fitting:
             break
         best = _choose(fitting, tried.get(best)).settings
-    charged_s, source = fssdp_planning(cluster, planning_s)
+    charged_s, source = fssdp_planning(cluster, planning_s, job.layout.ep)
 
     def judged_s(seconds: float) -> float:
         result = simulated([best.system], options=best.options(seconds))

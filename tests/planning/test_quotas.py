@@ -13,7 +13,13 @@ from megatron_fssdp.planning.equalize import instance_loads, relax, spread_near
 from megatron_fssdp.planning.plan import EMPTY, LayerPlan
 from megatron_fssdp.planning.planner import PlanSettings, plan_layers
 from megatron_fssdp.planning.quota_tables import quota_tables
-from megatron_fssdp.planning.quotas import balance, good_enough_shift, rank_loads, split_source
+from megatron_fssdp.planning.quotas import (
+    balance,
+    good_enough_shift,
+    messages_of,
+    rank_loads,
+    split_source,
+)
 from megatron_fssdp.planning.sharding import shard_evenly
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.simulation.loads import zipf_series
@@ -227,3 +233,27 @@ def test_many_ranks_are_content_with_a_little_less():
     """0.05 % below 256 ranks, then twice as much for twice the ranks, 0.8 % at the most."""
     shifts = [good_enough_shift(ranks) for ranks in (8, 255, 256, 768, 1024, 1 << 20)]
     assert shifts == [11, 11, 10, 9, 9, 7]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds)
+def test_messages_are_what_all_sources_send(seed):
+    """Each rank works out alone what the others send it; ragged and interleaved nodes too."""
+    rng = np.random.default_rng(seed)
+    num_ranks, num_experts = int(rng.integers(1, 9)), int(rng.integers(1, 11))
+    plan = random_plan(rng, num_experts, num_ranks, int(rng.integers(0, 4)))
+    nodes = np.unique(rng.integers(0, 3, num_ranks), return_inverse=True)[1].tolist()
+    counts_RE = random_counts(rng, num_ranks, num_experts)
+    quota_EI = balance(counts_RE, plan, nodes)
+    slots = num_ranks * plan.num_slots
+    sent_RP = np.zeros((num_ranks, slots), dtype=np.int64)
+    messages = [messages_of(counts_RE, quota_EI, plan, nodes, rank) for rank in range(num_ranks)]
+    is_instance = plan.instance_rank_EI != EMPTY
+    for source, each in enumerate(messages):
+        split_EI = split_source(counts_RE, quota_EI, plan, nodes, source)
+        assert (each.split_EI == split_EI).all()
+        sent_RP[source, plan.instance_physical_EI[is_instance]] = split_EI[is_instance]
+    sent_RRS = sent_RP.reshape(num_ranks, num_ranks, plan.num_slots)
+    for rank, each in enumerate(messages):
+        assert (each.received_RS == sent_RRS[:, rank]).all()
+        assert (each.sent_R == sent_RRS[rank].sum(axis=1)).all()

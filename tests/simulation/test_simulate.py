@@ -115,7 +115,7 @@ def test_parts_add_up_and_nothing_is_faster_than_its_work(name) -> None:
 
 
 # Fused quotas take the time that they are named after.
-COSTLY = {"laer", "hecate", "hecate-rm", "eplb", "fssdp-fused"}
+COSTLY = {"laer", "hecate", "hecate-rm", "eplb"}
 
 
 @pytest.mark.parametrize("name", sorted(set(SYSTEMS) - COSTLY))

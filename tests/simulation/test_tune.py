@@ -21,7 +21,7 @@ from megatron_fssdp.simulation.generate import Shape, generate
 from megatron_fssdp.simulation.model import Job, read_job
 from megatron_fssdp.simulation.simulate import simulate
 from megatron_fssdp.simulation.systems import Options
-from megatron_fssdp.simulation.systems.planning import DEVICE_S, FUSED_S, HOST_S, fssdp_planning
+from megatron_fssdp.simulation.systems.planning import FUSED_S, fssdp_planning, host_quotas_s
 from megatron_fssdp.simulation.traces import Trace
 from megatron_fssdp.simulation.tune import (
     LEAST_HELD_OUT,
@@ -96,7 +96,7 @@ def test_todays_quotas_are_charged_unless_something_else_is_known(
     job: Job, cluster: Cluster, skewed: Trace
 ) -> None:
     advice = tune(job, cluster, skewed, num_iterations=2 * LEAST_HELD_OUT)
-    assert advice.planning_s == pytest.approx(5.75e-3)
+    assert advice.planning_s == host_quotas_s(job.layout.ep)
     assert advice.break_even_s is not None
     # So few iterations tell nothing of moves, also not that none are best.
     assert {each.settings.reshard_interval for each in advice.tried} == {100}
@@ -113,14 +113,13 @@ def test_todays_quotas_are_charged_unless_something_else_is_known(
     assert slow.break_even_s < slow.planning_s
     assert "as given" in advise(slow)[2]
     said = advise(advice)[2]
-    assert "5,750 us" in said
-    assert "1,150 operations x 5 us" in said
+    assert f"{1e6 * advice.planning_s:,.0f} us" in said
+    assert "as measured on a CPU core" in said
     assert "Break-even" in said
     assert any("--planning-us" in note for note in advice.notes)
-    assert fssdp_planning(cluster, None)[0] == DEVICE_S
-    assert fssdp_planning(replace(cluster, shared_cores=2), None)[0] == HOST_S
-    assert fssdp_planning(replace(cluster, planning_s=1e-3, shared_cores=2), None)[0] == 1e-3
-    assert fssdp_planning(replace(cluster, planning_s=1e-3), 2e-3)[0] == 2e-3
+    assert fssdp_planning(cluster, None, 8)[0] == host_quotas_s(8) < host_quotas_s(64)
+    assert fssdp_planning(replace(cluster, planning_s=1e-3), None, 8)[0] == 1e-3
+    assert fssdp_planning(replace(cluster, planning_s=1e-3), 2e-3, 8)[0] == 2e-3
 
 
 def test_the_presets_flags_are_where_the_search_starts(

@@ -12,7 +12,7 @@ from megatron_fssdp.simulation.systems.common import Options, Placed, System
 from megatron_fssdp.simulation.systems.gated import FasterMoE, MoonEP
 from megatron_fssdp.simulation.systems.hecate import Hecate, HecateRM
 from megatron_fssdp.simulation.systems.laer import Laer
-from megatron_fssdp.simulation.systems.ours import Fssdp, FssdpFused, FssdpRematerialized, PlainEp
+from megatron_fssdp.simulation.systems.ours import Fssdp, FssdpRematerialized, PlainEp
 from megatron_fssdp.simulation.systems.rearranged import Eplb, FlexMoE, SmartMoE
 
 SYSTEMS: dict[str, type[System]] = {
@@ -27,7 +27,6 @@ SYSTEMS: dict[str, type[System]] = {
     "hecate-rm": HecateRM,
     "fssdp": Fssdp,
     "fssdp-rm": FssdpRematerialized,
-    "fssdp-fused": FssdpFused,
 }
 # What `fssdp simulate` compares if nothing else is asked for.
 DEFAULT_SYSTEMS = ("ep", "fastermoe", "smartmoe", "flexmoe", "eplb", "laer", "moonep", "fssdp")

@@ -21,7 +21,7 @@ from megatron_fssdp.simulation.flow import flow_of_quotas
 from megatron_fssdp.simulation.layers import Traits
 from megatron_fssdp.simulation.systems.common import Placed, System
 from megatron_fssdp.simulation.systems.planned import Planned
-from megatron_fssdp.simulation.systems.planning import FUSED_S, fssdp_note, fssdp_planning
+from megatron_fssdp.simulation.systems.planning import fssdp_note, fssdp_planning
 
 
 class PlainEp(System):
@@ -66,7 +66,7 @@ class Fssdp(Planned):
     @property
     def planning(self) -> tuple[float, str]:
         """Seconds of quotas in a layer and micro-batch, and where they are from."""
-        return fssdp_planning(self.costs.cluster, self.options.planning_s)
+        return fssdp_planning(self.costs.cluster, self.options.planning_s, self.num_ranks)
 
     @property
     def rematerializes(self) -> bool:
@@ -156,25 +156,3 @@ class FssdpRematerialized(Fssdp):
     def rematerializes(self) -> bool:
         """Whatever the options say."""
         return True
-
-
-class FssdpFused(Fssdp):
-    """FSSDP with a fused quota kernel, which this project does not have yet."""
-
-    name: ClassVar[str] = "fssdp-fused"
-    title: ClassVar[str] = "FSSDP, were quotas fused"
-    notes: ClassVar[tuple[str, ...]] = (
-        "a quota kernel that this project does not have yet: counts and quotas take what fused "
-        "planners of others publish",
-    )
-
-    @property
-    def planning(self) -> tuple[float, str]:
-        """What others' fused planners take."""
-        return FUSED_S, "a fused kernel that does not exist yet, at others' published time"
-
-    @property
-    def assumptions(self) -> tuple[str, ...]:
-        """What quotas would take."""
-        seconds, source = self.planning
-        return (f"{self.title}: {seconds * 1e6:,.0f} us in each MoE layer ({source})",)

@@ -1,0 +1,72 @@
+"""Quotas on the host: the dispatcher is told what a stock one would ask and wait for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.integration.test_equality import assert_equal_training, assert_replicated, train
+from tests.integration.tiny import Job, TinyRun
+from tests.ranks import run_ranks
+
+TOLD = (
+    "num_out_tokens",
+    "input_splits",
+    "output_splits",
+    "num_global_tokens_per_local_expert",
+)
+
+
+def watch_dispatch(job: Job) -> dict[str, int]:
+    """Train; compare every told dispatch with what stock finds out about the same routing map."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    from megatron_fssdp.integration.told_dispatch import ToldAlltoAllDispatcher
+
+    seen = {"told": 0, "stock": 0}
+    told, stock = ToldAlltoAllDispatcher.preprocess, MoEAlltoAllTokenDispatcher.preprocess
+
+    def preprocess(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
+        if self._told is None:
+            seen["stock"] += 1
+            return told(self, routing_map)
+        seen["told"] += 1
+        wanted = stock(self, routing_map)
+        theirs = [np.array(getattr(self, name)) for name in TOLD]
+        self.cuda_sync_point = "no_sync"
+        tokens = told(self, routing_map)
+        assert tokens.tolist() == wanted.tolist()
+        assert tokens.dtype == wanted.dtype
+        for name, value in zip(TOLD, theirs, strict=True):
+            assert value.tolist() == np.array(getattr(self, name)).tolist(), name
+        # Nothing is left to wait for.
+        assert self.cuda_sync_point == "no_sync"
+        return tokens
+
+    ToldAlltoAllDispatcher.preprocess = preprocess
+    try:
+        TinyRun(job).train()
+    finally:
+        ToldAlltoAllDispatcher.preprocess = told
+    return seen
+
+
+@pytest.mark.parametrize("model", [{}, {"moe_expert_capacity_factor": 0.75}])
+def test_it_is_told_what_stock_finds(model: dict[str, Any]) -> None:
+    """With dropped tokens too: then each rank's rows are not tokens times top-k."""
+    job = Job(ep=4, steps=3, num_microbatches=2, num_layers=2, model=model)
+    for seen in run_ranks(4, watch_dispatch, job.as_fssdp()):
+        assert seen == {"told": 3 * 2 * 2, "stock": 0}
+
+
+def test_quotas_on_the_device_train_the_same() -> None:
+    """There the dispatcher is not told: the host does not know."""
+    job = Job(ep=4, steps=5, num_microbatches=2)
+    want, got = train(4, job, job.as_fssdp(fssdp_quotas="device"))
+    assert_replicated(got)
+    assert_equal_training(got, want)
+    for seen in run_ranks(4, watch_dispatch, job.as_fssdp(fssdp_quotas="device")):
+        assert seen == {"told": 0, "stock": 5 * 2 * 2}
