@@ -23,7 +23,7 @@ from reproduce_cells import (
     CELLS,
     ITERATIONS,
     OURS,
-    OURS_DEFAULT,
+    OURS_FEWEST,
     OURS_RM,
     PUBLISHED,
     SYSTEMS,
@@ -51,7 +51,7 @@ SHORT = {
     "fastermoe": "faster",
     "smartmoe": "smart",
     "flexmoe": "flex",
-    OURS_DEFAULT: "defaults",
+    OURS_FEWEST: "no spares",
 }
 
 Found = list[tuple[Cell, Result]]
@@ -178,7 +178,7 @@ def verdicts(found: Found, claims: list[Row]) -> list[str]:
         if row["verdict"] == "OUT":
             reason = next(text for key, text in REASONS.items() if row["claim"].startswith(key))
             lines.append(f"OUT {row['claim']}: {row['found']} for {row['published']}: {reason}.")
-    for name in (OURS, OURS_DEFAULT):
+    for name in (OURS, OURS_FEWEST):
         lost = [
             f"{cell.place} {cell.model} ({result.speed_up(name, best):.2f} x {best})"
             for cell, result in found

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from tables import Row, show
 
-from megatron_fssdp.presets.files import choose_layout, find_file, merge, read_preset
+from megatron_fssdp.presets.files import choose_layout, find_file, merge, read_preset, to_words
 from megatron_fssdp.simulation.cluster import load_cluster
 from megatron_fssdp.simulation.model import Job, job_from_flags, with_fssdp_args
 from megatron_fssdp.simulation.simulate import WARM_UP, simulate
@@ -185,7 +185,8 @@ def draw(rows: list[Row], path: Path) -> None:
             _draw_line(axes[1, column], by_skew, "fullest", name)
         unit = "racks of 64 GB200" if sweep.cluster == "gb200_nvl72" else "nodes of 8 H100"
         preset = read_preset(sweep.model)
-        flags = " ".join(preset.fssdp_args).replace("--fssdp-", "")
+        args = merge([preset.fssdp_args_for(sweep.skew_nodes * sweep.ranks_per_node)])
+        flags = " ".join(to_words(args)).replace("--fssdp-", "")
         title = preset.title + (f" (preset: {flags})" if flags else "")
         axes[0, column].set(xscale="log", xlabel=unit, title=title)
         axes[0, column].set_xticks(sweep.nodes, [str(nodes) for nodes in sweep.nodes])

@@ -45,8 +45,9 @@ class FSSDPConfig:
 
     fssdp_planner: Literal["gain", "load"] = "gain"
     """Which experts are copied, and where. gain: the copies that lower the fullest rank most; in a
-    layer that needs any, slots that are left get spare copies, against drift. load: the paper's
-    algorithm 1, the most loaded experts first, also where loads are even."""
+    layer that needs any, slots that are left get spare copies, against drift, where the cost model
+    finds that they pay. load: the paper's algorithm 1, the most loaded experts first, also where
+    loads are even."""
 
     fssdp_balance_tolerance: float = 0.01
     """Fraction by which the fullest rank may exceed the mean tokens. A layer predicted below it
@@ -108,7 +109,7 @@ class FSSDPConfig:
 
     fssdp_cluster: str | None = None
     """Cluster file with the links and rates that the cost model uses, as `fssdp calibrate` writes
-    it; the same on all ranks. Default: an H100 cluster's."""
+    it; the same on all ranks. Default: an H100 cluster's; over gloo, rough figures of CPUs."""
 
     fssdp_check_plans: bool = False
     """Prove in each iteration that all ranks made the same plans, and in each dispatch that they

@@ -20,12 +20,17 @@ from megatron_fssdp.config import FSSDPConfig
 from megatron_fssdp.experts.placement import Placement
 from megatron_fssdp.integration.step import LayerStep
 from megatron_fssdp.planning.cost import ComputeRate
-from megatron_fssdp.planning.topology import Topology, read_cluster
+from megatron_fssdp.planning.topology import LinkClass, Topology, read_cluster
 
 GroupByRanks = dict[tuple[int, ...], dist.ProcessGroup]
 
 # Dense bf16 products of an H100, as training reaches them; until `fssdp calibrate` has measured.
 DEFAULT_RATE = ComputeRate(flops_per_s=4e14)
+# Of ranks on CPUs, in orders of magnitude: a core's products, gloo on a host and over Ethernet. An
+# H100's products would let no copy pay there.
+CPU_RATE = ComputeRate(flops_per_s=1e10, memory_bytes_per_s=1e10)
+CPU_LINK = LinkClass(bytes_per_s=1e9, latency_s=1e-4)
+CPU_NETWORK = LinkClass(bytes_per_s=1e8, latency_s=3e-4)
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -68,7 +73,10 @@ def find_cluster(
     """
     per_node = config.fssdp_ranks_per_node
     mine = f"node {dist.get_rank() // per_node}" if per_node else socket.gethostname()
-    links, rate, problem = None, DEFAULT_RATE, None
+    links, rate, problem = Topology((0,)), DEFAULT_RATE, None
+    if dist.get_backend(tp_ep_group) == "gloo":
+        links = Topology((0,), intra_node=CPU_LINK, inter_node=CPU_NETWORK)
+        rate = CPU_RATE
     if config.fssdp_cluster is not None:
         try:
             read = read_cluster(config.fssdp_cluster)
@@ -91,9 +99,7 @@ def find_cluster(
             "expert-parallel group; give every rank the same file."
         )
     topology = Topology.from_hosts([host for _, host, _ in answers[:: len(answers) // num_ranks]])
-    if links is not None:
-        topology = replace(topology, intra_node=links.intra_node, inter_node=links.inter_node)
-    return topology, rate
+    return replace(topology, intra_node=links.intra_node, inter_node=links.inter_node), rate
 
 
 def make_groups(wanted: Sequence[Sequence[int]], purpose: str) -> GroupByRanks:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from megatron_fssdp.integration.mover import Mover
 from megatron_fssdp.integration.ownership import LayerHomes, Ownership
 from megatron_fssdp.integration.resharding import Reshard, Resharder
 from megatron_fssdp.integration.state import LayerState
+from megatron_fssdp.planning.cost import Copying, mean_rows, with_paying_spares
 from megatron_fssdp.planning.moves import Homes, plan_moves
 from megatron_fssdp.planning.plan import Int64Array
 from megatron_fssdp.planning.planner import PlanSettings
@@ -88,7 +90,7 @@ class Owners:
         optimizer: Any,
         replica_group: dist.ProcessGroup,
         sync_parameters: Callable[[], None] | None,
-        num_microbatches: Callable[[], int] = lambda: 1,
+        num_microbatches: Callable[[], int] | None = None,
     ) -> None:
         """Let experts change owners as `--fssdp-reshard-interval` says. Collective over the world.
 
@@ -96,7 +98,7 @@ class Owners:
             optimizer: Megatron's.
             replica_group: the expert-data-parallel group.
             sync_parameters: completes a gather of parameters that is under way; None: none is.
-            num_microbatches: of an iteration, now.
+            num_microbatches: of an iteration, now; None: one.
         """
         rows, everyone = [], []
         if self._layers:
@@ -121,7 +123,7 @@ class Owners:
                 self._config.fssdp_sharding,
                 self._config.reshard_interval,
                 sync_parameters,
-                num_microbatches,
+                partial(copying_of, self._config, num_microbatches),
             )
         if self._config.fssdp_owners is not None:
             self._start_from(self._config.fssdp_owners)
@@ -238,6 +240,44 @@ def plan_settings(config: FSSDPConfig) -> PlanSettings:
         overlap_degree=config.overlap_degree,
         algorithm=config.fssdp_planner,
         balance_tolerance=config.fssdp_balance_tolerance,
+    )
+
+
+def copying_of(config: FSSDPConfig, num_microbatches: Callable[[], int] | None) -> Copying:
+    """Return how often replicas travel in this iteration; None: of one micro-batch."""
+    return Copying(
+        num_microbatches=num_microbatches() if num_microbatches is not None else 1,
+        rematerializes=config.fssdp_rematerialize,
+        returns_each=config.fssdp_calibration,
+    )
+
+
+def settings_for(
+    load_LE: Int64Array,
+    layer: LayerState,
+    config: FSSDPConfig,
+    num_microbatches: Callable[[], int] | None,
+) -> PlanSettings:
+    """Return the settings to plan predicted loads with: spares where they pay.
+
+    All ranks of the group get the same: they have the same loads, sizes, links and rates.
+
+    Args:
+        load_LE: (L, E) int64, of layers like `layer`.
+        layer: its sizes and its group's links.
+        config: the `--fssdp-*` settings.
+        num_microbatches: how many an iteration has; None: not known.
+    """
+    settings = plan_settings(config)
+    if layer.shape is None:
+        return settings
+    return with_paying_spares(
+        settings,
+        layer.shared.topology,
+        layer.shape,
+        layer.shared.rate,
+        copying_of(config, num_microbatches),
+        mean_rows(load_LE, layer.group.size()),
     )
 
 

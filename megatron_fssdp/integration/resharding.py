@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_fssdp.integration.agreement import all_agree
 from megatron_fssdp.integration.mover import HomeLayout, Mover, find_problem
-from megatron_fssdp.planning.cost import ComputeRate, LayerShape
+from megatron_fssdp.planning.cost import ComputeRate, Copying, LayerShape
 from megatron_fssdp.planning.moves import moved_bytes, moves_s, plan_moves
 from megatron_fssdp.planning.plan import Int64Array
 from megatron_fssdp.planning.planner import PlanSettings
@@ -69,7 +69,7 @@ class Resharder:
         sharding: "swaps" or "load", see `--fssdp-sharding`.
         interval: iterations that a decision counts for.
         sync_parameters: completes a parameter gather that is under way, before parameters move.
-        num_microbatches: of an iteration, now.
+        copying: how often replicas travel in an iteration, now.
     """
 
     mover: Mover
@@ -80,31 +80,31 @@ class Resharder:
     sharding: str
     interval: int
     sync_parameters: Callable[[], None] | None = None
-    num_microbatches: Callable[[], int] = lambda: 1
+    copying: Callable[[], Copying] = Copying
 
     def look(self, load_LE: Int64Array) -> Reshard:
         """Move experts if better owners pay. Collective over all ranks that share the ownership.
 
         Args:
             load_LE: (L, E) int64, recent tokens of each expert in a micro-batch of this rank's
-                expert-parallel group and its expert-tensor-parallel peers; the groups' are summed.
+                expert-parallel group and its expert-tensor-parallel peers; of the groups, which
+                compute side by side, the mean counts.
         """
         device = self.mover.ownership.weights(0)[0].device
         loads = torch.from_numpy(np.ascontiguousarray(load_LE)).to(device)
-        # Every rank of such a group counts the group's loads once.
         dist.all_reduce(loads, group=self.mover.group)
-        total_LE = loads.cpu().numpy() // (self.mover.group.size() // len(self.mover.rank_at))
+        mean_LE = loads.cpu().numpy() // self.mover.group.size()
         owner_LE = self.mover.ownership.owner_LE
-        new_LE = self._agree(self._choose(total_LE, owner_LE), device)
+        new_LE = self._agree(self._choose(mean_LE, owner_LE), device)
         saved_s = saved_by_owners(
-            total_LE,
+            mean_LE,
             owner_LE,
             new_LE,
             self.topology,
             self.settings,
             self.shape,
             self.rate,
-            self.num_microbatches(),
+            self.copying(),
         )
         return self.move(new_LE, saved_s)
 

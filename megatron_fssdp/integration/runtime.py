@@ -28,7 +28,12 @@ from megatron_fssdp.config import FSSDPConfig
 from megatron_fssdp.experts.materialize import Materializer
 from megatron_fssdp.integration import agreement
 from megatron_fssdp.integration.copies import make_materializer, make_scheduler
-from megatron_fssdp.integration.owners import Owners, is_in_backward, plan_settings
+from megatron_fssdp.integration.owners import (
+    Owners,
+    is_in_backward,
+    plan_settings,
+    settings_for,
+)
 from megatron_fssdp.integration.records import IterationRecord
 from megatron_fssdp.integration.state import (
     GroupState,
@@ -163,12 +168,8 @@ class FSSDPRuntime:
         if layer.step is None:
             # Where nothing is known of the loads yet nobody gets replicas.
             load_E = layer.predicted_E
-            plan = plan_layers(
-                None if load_E is None else load_E[None],
-                self.owners.of_layer(index),
-                layer.shared.topology,
-                plan_settings(self.config),
-            ).layer(0)
+            load_LE = None if load_E is None else load_E[None]
+            plan = self._plan_alike(load_LE, [index]).layer(0)
             layer.step = self._layer_step(layer, plan, device)
         return layer.step
 
@@ -355,10 +356,11 @@ class FSSDPRuntime:
 
     def _plan(self, counts: dict[int, Int64Array]) -> None:
         """Plan all layers of equal shape together, from the loads of one micro-batch."""
-        by_shape: dict[tuple[int, int], list[int]] = {}
+        by_shape: dict[tuple[int, int, LayerShape | None], list[int]] = {}
         for index in counts:
             layer = self._layers[index]
-            by_shape.setdefault((layer.num_experts, layer.group.size()), []).append(index)
+            key = layer.num_experts, layer.group.size(), layer.shape
+            by_shape.setdefault(key, []).append(index)
         for indices in by_shape.values():
             predictor = self._predictors.get(tuple(indices))
             if predictor is None:
@@ -369,15 +371,19 @@ class FSSDPRuntime:
             assert predicted_LE is not None, "there was an update"
             self._make_plans(indices, predicted_LE)
 
+    def _plan_alike(self, load_LE: Int64Array | None, indices: Sequence[int]) -> Plan:
+        """Plan layers of equal shape for (L, E) loads; None: nothing is known of them."""
+        layer = self._layers[indices[0]]
+        settings = plan_settings(self.config)
+        if load_LE is not None:
+            settings = settings_for(load_LE, layer, self.config, self.num_microbatches)
+        owner_LE = np.concatenate([self.owners.of_layer(index) for index in indices])
+        return plan_layers(load_LE, owner_LE, layer.shared.topology, settings)
+
     def _make_plans(self, indices: Sequence[int], predicted_LE: Int64Array) -> None:
         """Plan layers of equal shape for the (L, E) loads that are predicted."""
         layers = [self._layers[index] for index in indices]
-        plan: Plan = plan_layers(
-            predicted_LE,
-            np.concatenate([self.owners.of_layer(index) for index in indices]),
-            layers[0].shared.topology,
-            plan_settings(self.config),
-        )
+        plan = self._plan_alike(predicted_LE, indices)
         for position, (index, layer) in enumerate(zip(indices, layers, strict=True)):
             assert layer.step is not None
             layer.predicted_E = predicted_LE[position]

@@ -5,7 +5,8 @@
 Ways are tried for each layer, those that send least first, until one balances it. Node by node
 (`by_node`): replicas keep tokens on their node or cost no network. Then replicas that level all
 ranks, each where it keeps most tokens (`NodeSlots.fill`), or the fewest that do (`gain`); spares
-(`spares`) fill the slots that are left. A layer that owners alone balance gets none.
+(`spares`) fill the slots that are left, as far as they pay. A layer that owners alone balance gets
+none.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def materialize_by_gain(
     tolerance: float = 0.01,
     most_replicas: int | None = None,
     spare_tokens: int | None = None,
+    spare_slots: int | None = None,
 ) -> Int64Array:
     """Add the fewest replicas that balance each layer; then, if asked, spares against drift.
 
@@ -62,6 +64,7 @@ def materialize_by_gain(
         most_replicas: replicas of a layer that its budget allows; None: any number.
         spare_tokens: slots that are left get experts with at least this many tokens per instance;
             None: no spares.
+        spare_slots: slots of a rank that may be filled with spares; None: all.
 
     Returns:
         (N, 3) int64: layer, expert and rank of each replica; of each rank, those that balance the
@@ -81,8 +84,9 @@ def materialize_by_gain(
         num_replica_slots,
         balanced_L[open_L],
         limit,
+        num_replica_slots if spare_slots is None else min(spare_slots, num_replica_slots),
     )
-    if spare_tokens is None:
+    if spare_tokens is None or not job.spare_slots:
         replicas_N3 = _fewest(job, job.balanced_L)[0]
     else:
         wanted_L = _targets(load_LR, min(tolerance, SPARE_TOLERANCE))[open_L]
@@ -101,6 +105,7 @@ class _Job:
         num_slots: replicas that fit on a rank.
         balanced_L: (L,) int64, tokens of the fullest rank that are good enough.
         limit: replicas of a layer.
+        spare_slots: slots of a rank that may be filled, whether a layer needs it or not.
     """
 
     load_LE: Int64Array
@@ -109,6 +114,7 @@ class _Job:
     num_slots: int
     balanced_L: Int64Array
     limit: int
+    spare_slots: int
 
     def part(self, layers: Int64Array) -> _Job:
         """Some of the layers."""
@@ -157,7 +163,7 @@ def _with_spares(
     """Fill the slots that are left with spares."""
     num_layers, num_ranks = placed_LR.shape
     load_LR = sum_by_owner(job.load_LE, job.owner_LE, num_ranks)
-    free_LR = np.full((num_layers, num_ranks), job.num_slots)
+    free_LR = np.full((num_layers, num_ranks), job.spare_slots)
     free_LR = _free_slots(free_LR, replicas_N3, job.limit)
     import_LR = np.maximum(placed_LR - load_LR, 0)
     spares_N3 = place_spares(
@@ -203,21 +209,25 @@ def _only(replicas_N3: Int64Array, layers: Int64Array, num_layers: int) -> Int64
 def _by_traffic(job: _Job, wanted_L: Int64Array, spare_tokens: int) -> Int64Array:
     """Try the `WAYS`, one after the other, until a layer is balanced. Returns (N, 3) replicas."""
     ways = WAYS
-    if job.limit < job.topology.num_ranks * job.num_slots:
+    if job.limit < job.topology.num_ranks * job.spare_slots:
         ways = WAYS[-1:]
     num_layers, is_one_node = len(wanted_L), job.topology.num_nodes == 1
-    enough_L = wanted_L if is_one_node else job.balanced_L
+    # Ways that fill slots fill those that spares may; the last has all for what a layer needs.
+    narrow = replace(job, num_slots=job.spare_slots)
+    is_narrow = job.spare_slots < job.num_slots
+    enough_L = wanted_L if is_one_node and not is_narrow else job.balanced_L
     reached_L = np.full(num_layers, 1 << 62)
     found_N3 = np.zeros((0, 3), dtype=np.int64)
     for way, is_for_far in ways:
         layers = np.flatnonzero(reached_L > enough_L)
         if is_for_far and job.topology.num_nodes > MANY_NODES:
             continue
-        if is_for_far and job.num_slots > 1:
+        if is_for_far and narrow.num_slots > 1:
             layers = np.flatnonzero(reached_L > enough_L + enough_L // FAR)
         if not len(layers):
             continue
-        rows_N3, fullest_L = way(job.part(layers), wanted_L[layers], spare_tokens)
+        part = (job if way is _fewest_and_spares else narrow).part(layers)
+        rows_N3, fullest_L = way(part, wanted_L[layers], spare_tokens)
         before_L = reached_L[layers]
         least_L = np.where(is_one_node, 1, before_L // LESS_TRAFFIC_WORTH)
         is_better_L = np.zeros(num_layers, dtype=bool)

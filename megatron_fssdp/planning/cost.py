@@ -9,6 +9,7 @@ rates only; `tools.calibrate` measures the rates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -27,6 +28,9 @@ TOKEN_TRIPS = 4
 FORWARD_BACKWARD = 3
 # Public figure of an H100 SXM; until `fssdp calibrate` has measured.
 HBM_BYTES_PER_S = 3.35e12
+# What a second slot of spares on each rank took off the fullest rank, over the mean, in this
+# project's own training (`benchmarks/planner.py`).
+DRIFT = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,36 +281,100 @@ def overlap_degree(non_moe_s: float, topology: Topology, shape: LayerShape) -> i
     return int(non_moe_s * link.bytes_per_s / shape.expert_bytes)
 
 
-def break_even_tokens(shape: LayerShape) -> int:
-    """Tokens that a replica must keep on its node to save as many bytes as it costs."""
-    return -(-shape.replica_bytes // (TOKEN_TRIPS * shape.row_bytes))
+@dataclass(frozen=True, kw_only=True)
+class Copying:
+    """How often replicas travel.
+
+    Attributes:
+        num_microbatches: of an iteration.
+        rematerializes: weights travel for each forward and each backward; else once an iteration.
+        returns_each: gradients travel after each backward though weights stay.
+    """
+
+    num_microbatches: int = 1
+    rematerializes: bool = False
+    returns_each: bool = False
+
+    @property
+    def fetches(self) -> float:
+        """Times that a replica's weights travel, per micro-batch."""
+        return 2.0 if self.rematerializes else 1 / self.num_microbatches
+
+    @property
+    def returns(self) -> float:
+        """Times that its gradients travel, per micro-batch."""
+        return 1.0 if self.rematerializes or self.returns_each else 1 / self.num_microbatches
+
+    def replica_bytes(self, shape: LayerShape) -> float:
+        """Bytes of one replica's shard, there and back, per micro-batch."""
+        grad_bytes = shape.num_params * shape.grad_bytes
+        return self.fetches * shape.expert_bytes + self.returns * grad_bytes
 
 
-def with_budgets(
+def break_even_tokens(shape: LayerShape, copying: Copying | None = None) -> int:
+    """Tokens that a replica must keep on its node to save as many bytes as it costs.
+
+    Args:
+        shape: sizes of the layer.
+        copying: how often replicas travel; None: there and back for one micro-batch.
+    """
+    copied = (copying or Copying()).replica_bytes(shape)
+    return math.ceil(copied / (TOKEN_TRIPS * shape.row_bytes))
+
+
+def token_s(topology: Topology, shape: LayerShape, rate: ComputeRate) -> float:
+    """Seconds of one more token on the fullest rank: its trips and products."""
+    link = topology.inter_node if topology.num_nodes > 1 else topology.intra_node
+    shard_bytes = shape.row_bytes / shape.num_shards
+    seconds = TOKEN_TRIPS * shard_bytes / link.bytes_per_s
+    seconds += TOKEN_TRIPS * (shape.row_bytes - shard_bytes) / topology.intra_node.bytes_per_s
+    return seconds + FORWARD_BACKWARD * 2.0 * shape.num_params / rate.flops_per_s
+
+
+def mean_rows(load_LE: Int64Array, num_ranks: int) -> float:
+    """Return the tokens of a micro-batch that a rank computes in a layer, on average."""
+    return float(load_LE.sum()) / (len(load_LE) * num_ranks)
+
+
+def with_paying_spares(
     settings: PlanSettings,
     topology: Topology,
     shape: LayerShape,
-    non_moe_s: float,
-    layer_bytes: int | None = None,
+    rate: ComputeRate,
+    copying: Copying,
+    rows: float,
 ) -> PlanSettings:
-    """Return the settings with the budgets that the cost model sees.
+    """Return the settings with spare replicas where they pay.
+
+    A spare on a node that lacks its expert crosses the network, and pays if it keeps as many bytes
+    of tokens from crossing: with replicas that are kept over many micro-batches hardly any does
+    not, re-materialized hardly any does. Whether copies hide does not count here: their bytes take
+    the adapters from gradients and others' tokens, and the attention's time is not known.
+
+    A spare on a node that has its expert costs time alone, and brings balance under drift. Copies
+    of a layer take as long as the rank that receives most, and a layer that gets spares has a rank
+    that needs a replica: one slot of each rank is filled in that time. More slots take longer, in
+    the open at worst, and may take as long as drift does without them.
 
     Args:
         settings: what the user set.
-        topology: the links.
+        topology: the ranks, their nodes and links.
         shape: sizes of the layer.
-        non_moe_s: time under which replicas' parameters can hide.
-        layer_bytes: what replicas of one layer may send in an iteration, parameters and
-            gradients, all ranks together; None: no limit.
+        rate: of a rank.
+        copying: how often replicas travel.
+        rows: see `mean_rows`.
     """
-    degree = overlap_degree(non_moe_s, topology, shape)
-    if settings.overlap_degree is not None:
-        degree = min(degree, settings.overlap_degree)
-    most = None if layer_bytes is None else layer_bytes // shape.replica_bytes
-    spare = settings.spare_tokens
-    if spare is not None:
-        spare = max(spare, break_even_tokens(shape))
-    return replace(settings, overlap_degree=degree, most_replicas=most, spare_tokens=spare)
+    if settings.spare_tokens is None:
+        return settings
+    has_peers = topology.num_nodes < topology.num_ranks
+    link = topology.intra_node if has_peers else topology.inter_node
+    copy_s = copying.replica_bytes(shape) / link.bytes_per_s
+    drift_s = DRIFT * rows * token_s(topology, shape, rate)
+    slots = min(1 + int(drift_s / copy_s), settings.num_replica_slots)
+    if settings.spare_slots is not None:
+        slots = min(slots, settings.spare_slots)
+    least = max(settings.spare_tokens, break_even_tokens(shape, copying))
+    return replace(settings, spare_tokens=least, spare_slots=slots)
 
 
 def saved_s(
@@ -319,10 +387,5 @@ def saved_s(
     rate: ComputeRate,
 ) -> float:
     """Seconds by which a plan shortens the fullest rank's tokens and products."""
-    link = topology.inter_node if topology.num_nodes > 1 else topology.intra_node
     fewer = int(rank_loads(old_EI, old).max()) - int(rank_loads(new_EI, new).max())
-    shard_bytes = shape.row_bytes / shape.num_shards
-    per_token_s = TOKEN_TRIPS * shard_bytes / link.bytes_per_s
-    per_token_s += TOKEN_TRIPS * (shape.row_bytes - shard_bytes) / topology.intra_node.bytes_per_s
-    per_token_s += FORWARD_BACKWARD * 2.0 * shape.num_params / rate.flops_per_s
-    return fewer * per_token_s
+    return fewer * token_s(topology, shape, rate)

@@ -29,7 +29,9 @@ class PlanSettings:
             None: no limit ("gain" only).
         spare_tokens: in layers that need replicas, slots that are left get spare ones, against
             drift and for traffic, if they keep about this many tokens on their node; None: no
-            spares ("gain" only). `cost.break_even_tokens` says how many pay for a replica's bytes.
+            spares ("gain" only).
+        spare_slots: slots of a rank that spares may fill; what a layer needs may fill all. None:
+            all ("gain" only). `cost.with_paying_spares` sets both.
     """
 
     num_replica_slots: int = 2
@@ -38,9 +40,16 @@ class PlanSettings:
     balance_tolerance: float = 0.01
     most_replicas: int | None = None
     spare_tokens: int | None = 1
+    spare_slots: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_replica_slots", "overlap_degree", "balance_tolerance", "most_replicas"):
+        for name in (
+            "num_replica_slots",
+            "overlap_degree",
+            "balance_tolerance",
+            "most_replicas",
+            "spare_slots",
+        ):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} is {value}; the least is 0")
@@ -62,6 +71,7 @@ def _by_gain(
         settings.balance_tolerance,
         settings.most_replicas,
         settings.spare_tokens,
+        settings.spare_slots,
     )
 
 

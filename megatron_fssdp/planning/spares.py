@@ -3,8 +3,8 @@
 """Spare replicas: what the slots that are left can do against drift and for traffic.
 
 The fewest replicas that balance the predicted loads have nothing left when the loads differ from
-the prediction. Spares make the ranks one well connected pool, and keep tokens on their node. They
-are sent while the network would idle, so they cost bytes, not time, within the budget.
+the prediction. Spares make the ranks one well connected pool, and keep tokens on their node. How
+many slots they may fill, and how many tokens one must keep, `cost.with_paying_spares` says.
 
 Half of a node's free slots take the hottest experts that the node lacks (all of them, if there is
 room for every one): their tokens stay on the node. The other half takes the experts with most

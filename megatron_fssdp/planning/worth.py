@@ -6,7 +6,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_fssdp.planning.cost import ComputeRate, LayerShape, saved_s, schedule_s
+from megatron_fssdp.planning.cost import (
+    ComputeRate,
+    Copying,
+    LayerShape,
+    mean_rows,
+    saved_s,
+    schedule_s,
+    with_paying_spares,
+)
 from megatron_fssdp.planning.plan import Int64Array
 from megatron_fssdp.planning.planner import PlanSettings, plan_layers
 from megatron_fssdp.planning.quotas import balance
@@ -22,7 +30,7 @@ def saved_by_owners(
     settings: PlanSettings,
     shape: LayerShape,
     rate: ComputeRate,
-    num_microbatches: int = 1,
+    copying: Copying | None = None,
 ) -> float:
     """Estimate the seconds by which new owners shorten an iteration of all layers.
 
@@ -34,20 +42,25 @@ def saved_by_owners(
         old_LE: (L, E) int64, the owners now.
         new_LE: (L, E) int64, the owners to come.
         topology: the ranks, their nodes and links.
-        settings: of the planner.
+        settings: of the planner, before `cost.with_paying_spares`.
         shape: sizes of a layer.
         rate: of a rank.
-        num_microbatches: of an iteration; each has `load_LE` tokens. Copies travel once.
+        copying: the micro-batches of an iteration, each of `load_LE` tokens, and how often
+            replicas travel; None: one.
     """
     nodes, num_ranks = topology.node_of_rank, topology.num_ranks
+    copying = copying or Copying()
+    rows = mean_rows(load_LE, num_ranks)
+    settings = with_paying_spares(settings, topology, shape, rate, copying, rows)
+    copied_bytes = round(copying.num_microbatches * copying.replica_bytes(shape))
     old, new = (plan_layers(load_LE, owner_LE, topology, settings) for owner_LE in (old_LE, new_LE))
     seconds = 0.0
     for load_E, before, after in zip(load_LE, old.layers, new.layers, strict=True):
         counts_RE = np.tile(load_E // num_ranks, (num_ranks, 1))
         quotas = [balance(counts_RE, plan, nodes) for plan in (before, after)]
         layer_s = saved_s(quotas[0], before, quotas[1], after, topology, shape, rate)
-        seconds += num_microbatches * layer_s
+        seconds += copying.num_microbatches * layer_s
         for plan, sign in ((before, 1), (after, -1)):
             copies = Schedule.tree(plan, nodes)
-            seconds += sign * schedule_s(copies, topology, shape.replica_bytes)
+            seconds += sign * schedule_s(copies, topology, copied_bytes)
     return seconds

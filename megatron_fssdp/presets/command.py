@@ -117,7 +117,7 @@ def build_command(request: Request) -> Command:
     args = merge(
         [
             preset.args,
-            preset.fssdp_args if request.moe_parallel == "fssdp" else {},
+            preset.fssdp_args_for(request.num_gpus) if request.moe_parallel == "fssdp" else {},
             choose_layout(preset, request.num_gpus),
             _fssdp_flags(request, str(path), cluster),
             _mock_data(preset.args, user, notes),

@@ -11,6 +11,7 @@ A model file has the form of Megatron's own test and recipe files, literal flags
     MODEL_ARGS: {--num-layers: 32, --swiglu: true}     true: a switch; false: drop it
     FSSDP_ARGS: {--fssdp-rematerialize: true}          with --moe-parallel fssdp only
     LAYOUTS: {4: {--pipeline-model-parallel-size: 4}}  additions, by nodes of 8 GPUs
+    FSSDP_LAYOUTS: {8: {--fssdp-rematerialize: false}} additions to FSSDP_ARGS, the same way
 
 A layout serves its number of nodes and more, up to the next one.
 """
@@ -58,8 +59,9 @@ class Preset:
             parts that the count leaves out (`embedding`, `mtp`).
         env: environment variables.
         args: Megatron's flags for the model and its training.
-        fssdp_args: additions to `args` with `--moe-parallel fssdp`.
+        fssdp_args: additions to `args` with `--moe-parallel fssdp`; see `fssdp_args_for`.
         layouts: additions to `args` by the least number of GPUs that they are for, ascending.
+        fssdp_layouts: the same for `fssdp_args`.
     """
 
     name: str
@@ -70,6 +72,12 @@ class Preset:
     args: Args
     fssdp_args: Args
     layouts: Mapping[int, Args]
+    fssdp_layouts: Mapping[int, Args]
+
+    def fssdp_args_for(self, num_gpus: int) -> Args:
+        """Return the additions with `--moe-parallel fssdp` on a number of GPUs; false drops one."""
+        fitting = [least for least in self.fssdp_layouts if least <= num_gpus]
+        return {**self.fssdp_args, **(self.fssdp_layouts[max(fitting)] if fitting else {})}
 
 
 def list_names(kind: str) -> list[str]:
@@ -103,14 +111,16 @@ def read_preset(name: str) -> Preset:
     values = read_yaml(path)
     if not isinstance(values, dict) or not isinstance(values.get("MODEL_ARGS"), dict):
         raise ValueError(f"{path} is no model file: it has no MODEL_ARGS part")
-    layouts, fssdp_args = values.get("LAYOUTS") or {}, values.get("FSSDP_ARGS") or {}
-    env = values.get("ENV_VARS") or {}
-    if not isinstance(layouts, dict) or not all(type(nodes) is int for nodes in layouts):
-        raise ValueError(f"{path}: LAYOUTS is no mapping from numbers of nodes to flags")
-    for part in (values["MODEL_ARGS"], fssdp_args, *layouts.values(), env):
+    fssdp_args, env = values.get("FSSDP_ARGS") or {}, values.get("ENV_VARS") or {}
+    layouts, fssdp_layouts = values.get("LAYOUTS") or {}, values.get("FSSDP_LAYOUTS") or {}
+    for part_name, by_nodes in (("LAYOUTS", layouts), ("FSSDP_LAYOUTS", fssdp_layouts)):
+        if not isinstance(by_nodes, dict) or not all(type(nodes) is int for nodes in by_nodes):
+            raise ValueError(f"{path}: {part_name} is no mapping from numbers of nodes to flags")
+    flags = (values["MODEL_ARGS"], fssdp_args, *layouts.values(), *fssdp_layouts.values())
+    for part in (*flags, env):
         if not isinstance(part, dict):
             raise ValueError(f"{path}: {part!r} is no mapping of names to values")
-    for part in (values["MODEL_ARGS"], fssdp_args, *layouts.values()):
+    for part in flags:
         wrong = [flag for flag in part if not str(flag).startswith("--")]
         if wrong:
             raise ValueError(f"{path}: {wrong[0]!r} is no flag; flags start with --")
@@ -125,8 +135,13 @@ def read_preset(name: str) -> Preset:
         env={key: str(value) for key, value in env.items()},
         args=values["MODEL_ARGS"],
         fssdp_args=fssdp_args,
-        layouts={nodes * GPUS_PER_NODE: layouts[nodes] for nodes in sorted(layouts)},
+        layouts=_by_gpus(layouts),
+        fssdp_layouts=_by_gpus(fssdp_layouts),
     )
+
+
+def _by_gpus(by_nodes: Mapping[int, Args]) -> dict[int, Args]:
+    return {nodes * GPUS_PER_NODE: by_nodes[nodes] for nodes in sorted(by_nodes)}
 
 
 def merge(parts: Iterable[Mapping[str, Any]]) -> Args:

@@ -249,19 +249,44 @@ def _estimate_activations(
     return kept + logits * (stage == layout.pp - 1)
 
 
-def _activations_of(args: Mapping[str, Any], is_moe: bool) -> float:
-    """Count the numbers that one layer keeps for a token: inputs of its products, norms and GLU."""
+def _activations_of(args: Args, is_moe: bool) -> float:
+    """Count the numbers that one layer keeps for a token, its routed rows included."""
+    kept = kept_of_token(args, is_moe)
+    if is_moe:
+        hidden = args["--hidden-size"]
+        ffn = args.get("--moe-ffn-hidden-size", args.get("--ffn-hidden-size", 4 * hidden))
+        kept += args.get("--moe-router-topk", 2) * kept_of_row(hidden, ffn, _num_inner(args))
+    return kept
+
+
+def kept_of_token(args: Mapping[str, Any], is_moe: bool) -> float:
+    """Count the numbers that a layer keeps of a token for its backward, besides routed rows.
+
+    With a fused attention: inputs of both norms and of the attention's products, query, key, value
+    and the attention's output (Korthikanti et al., arXiv 2205.05198, section 4.1, without scores,
+    masks and dropout), and the inner vectors of the MLP, or of the shared expert.
+    """
     hidden, heads = args["--hidden-size"], args["--num-attention-heads"]
     width = args.get("--kv-channels", hidden // heads)
     groups = args["--num-query-groups"] if "--group-query-attention" in args else heads
     if "--multi-latent-attention" in args:
         width, groups = args["--qk-head-dim"] + args["--qk-pos-emb-head-dim"], heads
-    attention = 3 * hidden + (2 * heads + 2 * groups) * width
-    inner = 3 if is_gated(args) else 2
     ffn = args.get("--ffn-hidden-size", 4 * hidden)
-    if not is_moe:
-        return attention + hidden + inner * ffn
-    expert_ffn = args.get("--moe-ffn-hidden-size", ffn)
-    shared_ffn = args.get("--moe-shared-expert-intermediate-size", 0)
-    routed = args.get("--moe-router-topk", 2) * (2 * hidden + inner * expert_ffn)
-    return float(attention + hidden + routed + inner * shared_ffn)
+    if is_moe:
+        ffn = args.get("--moe-shared-expert-intermediate-size", 0)
+    return float(4 * hidden + (2 * heads + 2 * groups) * width + _num_inner(args) * ffn)
+
+
+def kept_of_row(hidden: int, ffn: float, num_inner: int) -> float:
+    """Count the numbers that an expert keeps of a routed row: input, output and inner vectors.
+
+    Args:
+        hidden: width of a token.
+        ffn: width inside the expert, or its shard.
+        num_inner: inner vectors: as many as the expert has matrices.
+    """
+    return 2 * hidden + num_inner * ffn
+
+
+def _num_inner(args: Mapping[str, Any]) -> int:
+    return 3 if is_gated(args) else 2

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
-from megatron_fssdp.simulation.loads import DRIFT_MEMORY, DRIFT_STEP
+from megatron_fssdp.simulation.loads import DRIFT_STEP, drifting
 from megatron_fssdp.simulation.result import Float64Array, Int64Array
 from megatron_fssdp.simulation.traces import Trace
 
@@ -69,12 +70,8 @@ def _zipf(shape: Shape, rng: np.random.Generator) -> Float64Array:
 
 
 def _drifting(shape: Shape, rng: np.random.Generator, step: float) -> Float64Array:
-    log_LE = _zipf(shape, rng)
-    offset_LE, found = np.zeros_like(log_LE), []
-    for _ in range(shape.num_iterations):
-        offset_LE = DRIFT_MEMORY * offset_LE + step * rng.standard_normal(log_LE.shape)
-        found.append(log_LE + offset_LE)
-    return np.stack(found)
+    logs = islice(drifting(_zipf(shape, rng), rng, step), shape.num_iterations)
+    return np.stack(list(logs))
 
 
 def _even(shape: Shape, rng: np.random.Generator) -> Float64Array:

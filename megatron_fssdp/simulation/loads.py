@@ -8,11 +8,15 @@ All are tokens: (T iterations, R source ranks, E experts) int64 for one layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_fssdp.planning.plan import Int64Array
+
+Float64Array = npt.NDArray[np.float64]
 
 TRACES = Path(__file__).parent.parent / "data" / "traces"
 
@@ -21,6 +25,22 @@ TRACES = Path(__file__).parent.parent / "data" / "traces"
 # load, one sigma).
 DRIFT_MEMORY = 0.95
 DRIFT_STEP = 0.03
+
+
+def drifting(
+    log_share: Float64Array, rng: np.random.Generator, step: float = DRIFT_STEP
+) -> Iterator[Float64Array]:
+    """Yield log shares, iteration by iteration, that wander about the given ones.
+
+    Args:
+        log_share: of any shape, such as (E,) or (L, E).
+        rng: noise is drawn when an iteration is asked for.
+        step: see `DRIFT_STEP`.
+    """
+    offset = np.zeros_like(log_share)
+    while True:
+        offset = DRIFT_MEMORY * offset + step * rng.standard_normal(log_share.shape)
+        yield log_share + offset
 
 
 def zipf_series(
@@ -51,12 +71,8 @@ def zipf_series(
     rng = np.random.default_rng(seed)
     log_share_E = -exponent * np.log(np.arange(1, num_experts + 1))
     log_share_E = log_share_E[rng.permutation(num_experts)]
-    offset_E = np.zeros(num_experts)
-    series = []
-    for _ in range(num_iterations):
-        offset_E = DRIFT_MEMORY * offset_E + drift_step * rng.standard_normal(num_experts)
-        series.append(_draw(np.exp(log_share_E + offset_E), num_ranks, tokens * topk, rng))
-    return np.stack(series)
+    logs = islice(drifting(log_share_E, rng, drift_step), num_iterations)
+    return np.stack([_draw(np.exp(log_E), num_ranks, tokens * topk, rng) for log_E in logs])
 
 
 def _draw(share_E: object, num_ranks: int, tokens: int, rng: np.random.Generator) -> Int64Array:

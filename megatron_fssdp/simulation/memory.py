@@ -7,18 +7,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from megatron_fssdp.presets.layout import kept_of_row
 from megatron_fssdp.simulation.costs import GRAD_BYTES, OPTIMIZER_BYTES, Costs
 from megatron_fssdp.simulation.systems.common import System
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
-
-# Vectors of hidden size that a layer keeps for its backward with a fused attention: inputs of both
-# norms and of both products of the attention, query, key, value, and the attention's output
-# (Korthikanti et al., arXiv 2205.05198, section 4.1, without scores, masks and dropout).
-KEPT_DENSE = 8
-# Of a routed row: the expert's input and its output, weighted later.
-KEPT_ROW = 2
 
 
 def memory(costs: Costs, system: System, peak_LR: Float64Array) -> dict[str, Int64Array]:
@@ -67,19 +61,16 @@ def _activations(costs: Costs, stage: int, peak_LR: Float64Array) -> Float64Arra
     job, shape, layout = costs.job, costs.job.shape, costs.job.layout
     tokens = layout.micro_batch * shape.sequence / (layout.cp * layout.tp)
     in_flight = min(layout.num_microbatches, layout.pp - stage)
-    inner = shape.num_matrices
     input_R = np.full(layout.ep, tokens * shape.hidden_size)
-    rows = KEPT_ROW * shape.hidden_size + inner * shape.moe_ffn_size / layout.etp
+    row = kept_of_row(shape.hidden_size, shape.moe_ffn_size / layout.etp, shape.num_matrices)
     kept_R, largest_R, index = np.zeros(layout.ep), np.zeros(layout.ep), 0
     for layer in layout.layers_of(stage):
-        dense_R = KEPT_DENSE * input_R
+        is_moe = shape.is_moe(layer)
+        dense_R = np.full(layout.ep, tokens * (shape.kept_moe if is_moe else shape.kept_dense))
         moe_R = np.zeros(layout.ep)
-        if shape.is_moe(layer):
-            dense_R = dense_R + inner * tokens * shape.shared_ffn_size
-            moe_R = rows * peak_LR[index]
+        if is_moe:
+            moe_R = row * peak_LR[index]
             index += 1
-        else:
-            dense_R = dense_R + inner * tokens * shape.ffn_size
         largest_R = np.maximum(largest_R, moe_R + (dense_R if job.recompute == "full" else 0))
         kept_R += input_R if job.recompute == "full" else dense_R
         kept_R += moe_R if job.recompute == "none" else 0

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from megatron_fssdp.planning.cost import LayerShape
 from megatron_fssdp.presets.files import Preset, choose_layout, merge, read_preset, to_words
-from megatron_fssdp.presets.layout import Layout, read_layout
+from megatron_fssdp.presets.layout import Layout, kept_of_token, read_layout
 from megatron_fssdp.presets.sizes import Sizes, count_parameters, is_gated
 
 Recompute = Literal["none", "moe", "full"]
@@ -28,8 +28,9 @@ class ModelShape:
     Attributes:
         name: for titles.
         sizes: its parameters by part.
-        hidden_size, ffn_size, moe_ffn_size, shared_ffn_size: widths; `ffn_size` is that of dense
-            MLPs, `shared_ffn_size` 0 where there is no shared expert.
+        hidden_size, moe_ffn_size: widths of a token and inside an expert.
+        kept_dense, kept_moe: numbers that a dense or MoE layer keeps of a token for its backward,
+            besides routed rows.
         num_matrices: of an expert: 3 with a gated activation, else 2.
         core_width: numbers that a token's query meets a key with, and gets from a value, over all
             heads: heads * (query width + value width).
@@ -41,9 +42,9 @@ class ModelShape:
     name: str
     sizes: Sizes
     hidden_size: int
-    ffn_size: int
     moe_ffn_size: int
-    shared_ffn_size: int
+    kept_dense: float
+    kept_moe: float
     num_matrices: int
     core_width: int
     num_heads: int
@@ -153,12 +154,12 @@ def read_job(
 
 
 def with_fssdp_args(job: Job, preset: Preset) -> Job:
-    """Return the job with the preset's FSSDP_ARGS, and a note of them if there are any."""
-    if not preset.fssdp_args:
+    """Return the job with the preset's FSSDP flags, and a note of them if there are any."""
+    args = merge([preset.fssdp_args_for(job.layout.num_ranks)])
+    if not args:
         return job
-    words = " ".join(to_words(merge([preset.fssdp_args])))
-    note = f"FSSDP runs with the preset's {words}, where nothing else is asked for"
-    return replace(job, fssdp_args=preset.fssdp_args, notes=(*job.notes, note))
+    note = f"FSSDP runs with the preset's {' '.join(to_words(args))}, where nothing else is asked"
+    return replace(job, fssdp_args=args, notes=(*job.notes, f"{note} for"))
 
 
 def job_from_flags(args: Mapping[str, Any], name: str, num_ranks: int) -> Job:
@@ -224,9 +225,9 @@ def _shape(args: Mapping[str, Any], name: str) -> ModelShape:
         name=name,
         sizes=count_parameters(args),
         hidden_size=hidden,
-        ffn_size=ffn,
         moe_ffn_size=args.get("--moe-ffn-hidden-size", ffn),
-        shared_ffn_size=args.get("--moe-shared-expert-intermediate-size", 0),
+        kept_dense=kept_of_token(args, is_moe=False),
+        kept_moe=kept_of_token(args, is_moe=True),
         num_matrices=3 if is_gated(args) else 2,
         core_width=core_width,
         num_heads=heads,

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_fssdp.planning.plan import Int64Array
-from megatron_fssdp.simulation.loads import DRIFT_MEMORY, DRIFT_STEP
+from megatron_fssdp.simulation.loads import DRIFT_STEP, drifting
 from megatron_fssdp.simulation.model import Job
 
 Float64Array = npt.NDArray[np.float64]
@@ -101,12 +102,9 @@ class ZipfTrace:
         size = (self.num_layers, self.num_experts)
         places = np.argsort(rng.random(size), axis=1) + 1
         log_LE = -self.exponent * np.log(places)
-        offset_LE, found = np.zeros(size), []
-        for _ in range(self.num_iterations):
-            offset_LE = DRIFT_MEMORY * offset_LE + self.drift_step * rng.standard_normal(size)
-            share_LE = np.exp(log_LE + offset_LE)
-            found.append(share_LE / share_LE.sum(axis=1, keepdims=True))
-        return np.stack(found)
+        logs = islice(drifting(log_LE, rng, self.drift_step), self.num_iterations)
+        share_TLE = np.exp(np.stack(list(logs)))
+        return share_TLE / share_TLE.sum(axis=2, keepdims=True)
 
     def counts(self, iteration: int) -> Int64Array:
         """Draw an iteration's (L, R, E) tokens."""

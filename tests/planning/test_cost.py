@@ -9,6 +9,7 @@ import pytest
 
 from megatron_fssdp.planning.cost import (
     ComputeRate,
+    Copying,
     LayerCost,
     LayerShape,
     break_even_tokens,
@@ -16,7 +17,7 @@ from megatron_fssdp.planning.cost import (
     overlap_degree,
     replica_traffic,
     saved_s,
-    with_budgets,
+    with_paying_spares,
 )
 from megatron_fssdp.planning.planner import PlanSettings, plan_layers
 from megatron_fssdp.planning.quotas import balance
@@ -126,11 +127,55 @@ def test_budgets_refuse_what_cannot_hide():
     topology = Topology((0, 1), intra_node=FAST, inter_node=SLOW)
     load_LE, owner_LE = np.array([[100, 0]]), np.array([[0, 1]])
     for non_moe_s, replicas in ((1.0, 0), (3.0, 1)):
-        settings = with_budgets(PlanSettings(), topology, SHAPE, non_moe_s)
+        settings = PlanSettings(overlap_degree=overlap_degree(non_moe_s, topology, SHAPE))
         plan = plan_layers(load_LE, owner_LE, topology, settings)
         assert plan.num_replicas_L.tolist() == [replicas]
-    settings = with_budgets(PlanSettings(), topology, SHAPE, 3.0, layer_bytes=399)
+    settings = PlanSettings(most_replicas=0)
     assert plan_layers(load_LE, owner_LE, topology, settings).num_replicas_L.tolist() == [0]
+
+
+KEPT, AGAIN = Copying(num_microbatches=4), Copying(num_microbatches=4, rematerializes=True)
+
+
+def test_how_often_replicas_travel():
+    """Weights and gradients of 200 bytes each: once in 4 micro-batches, or 2 + 1 times in each."""
+    assert KEPT.replica_bytes(SHAPE) == 100
+    assert AGAIN.replica_bytes(SHAPE) == 600
+    assert replace(KEPT, returns_each=True).replica_bytes(SHAPE) == 250
+    # Against tokens that save 80 bytes each: 1.25, and 7.5.
+    assert break_even_tokens(SHAPE, KEPT) == 2
+    assert break_even_tokens(SHAPE, AGAIN) == 8
+
+
+@pytest.mark.parametrize(
+    ("copying", "rows", "slots"),
+    [
+        # A token takes 80 bytes / 1000 + 600 flop / 1000: 0.68 s. A copy takes 0.6 s.
+        (AGAIN, 29, 1),
+        (AGAIN, 30, 2),
+        # It takes 0.1 s, six of which are no longer than drift's 0.612 s.
+        (KEPT, 30, 7),
+        (KEPT, 1000, 8),
+    ],
+)
+def test_spares_fill_the_slots_that_pay(copying: Copying, rows: float, slots: int) -> None:
+    """Spares filled all slots whatever they cost: re-materialized, copies took half the time."""
+    topology = Topology((0, 0), intra_node=FAST, inter_node=SLOW)
+    wide = PlanSettings(num_replica_slots=8)
+    settings = with_paying_spares(wide, topology, SHAPE, RATE, copying, rows)
+    assert settings.spare_slots == slots
+    assert settings.spare_tokens == break_even_tokens(SHAPE, copying)
+    assert settings.num_replica_slots == 8
+    without = replace(wide, spare_tokens=None)
+    assert with_paying_spares(without, topology, SHAPE, RATE, copying, rows) == without
+
+
+def test_ranks_without_a_peer_pay_the_network():
+    """Alone on their nodes: a copy takes 6 s, a token 0.8 + 0.6 s; 150 rows drift by 6.3 s."""
+    topology = Topology((0, 1), intra_node=FAST, inter_node=SLOW)
+    for rows, slots in ((140, 1), (150, 2)):
+        settings = with_paying_spares(PlanSettings(), topology, SHAPE, RATE, AGAIN, rows)
+        assert settings.spare_slots == slots
 
 
 def test_what_a_plan_saves():

@@ -134,6 +134,24 @@ def test_spares_that_do_not_pay_cross_no_network():
     assert (topology.node_R[rank] != topology.node_R[owner_LE[layer, expert]]).any()
 
 
+@pytest.mark.parametrize("spare_slots", [0, 1, 2])
+def test_spares_leave_slots_to_what_is_needed(spare_slots: int) -> None:
+    """One slot a rank levels layer 0; layer 1 needs two on ranks 1 to 3, whatever spares may."""
+    load_LE = np.array([[130, 90, 90, 90], [340, 20, 20, 20]])
+    load_LE = np.concatenate([load_LE, np.ones((2, 4), dtype=np.int64)], axis=1)
+    owner_LE, topology = shard_evenly(2, 8, 4), Topology.uniform(4)
+    owner_LE[:] = [0, 1, 2, 3, 0, 1, 2, 3]
+    settings = PlanSettings(spare_slots=spare_slots)
+    plan = plan_layers(load_LE, owner_LE, topology, settings)
+    for layer, load_E in zip(plan.layers, load_LE, strict=True):
+        counts_RE = np.zeros((4, 8), dtype=np.int64)
+        counts_RE[0] = load_E
+        load_R = rank_loads(balance(counts_RE, layer, topology.node_of_rank), layer)
+        assert load_R.max() <= 1.01 * load_R.mean() + 1
+    # Filled to the slots that spares may have, on every rank.
+    assert plan.num_replicas_L[0] == {0: 3, 1: 4, 2: 8}[spare_slots]
+
+
 def test_unknown_algorithm_is_named():
     with pytest.raises(ValueError, match="choose from"):
         PlanSettings(algorithm="magic")

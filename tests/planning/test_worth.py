@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_fssdp.planning.cost import ComputeRate, LayerShape
+from megatron_fssdp.planning.cost import ComputeRate, Copying, LayerShape
 from megatron_fssdp.planning.planner import PlanSettings
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.planning.worth import saved_by_owners
@@ -21,6 +21,5 @@ def test_every_micro_batch_saves() -> None:
     rate = ComputeRate(flops_per_s=1e9)
     once_s = saved_by_owners(load_LE, old_LE, new_LE, *cluster, rate)
     assert once_s > 0
-    assert (
-        saved_by_owners(load_LE, old_LE, new_LE, *cluster, rate, num_microbatches=4) == 4 * once_s
-    )
+    four = Copying(num_microbatches=4)
+    assert saved_by_owners(load_LE, old_LE, new_LE, *cluster, rate, four) == 4 * once_s

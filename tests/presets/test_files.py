@@ -50,7 +50,8 @@ def test_models_name_their_source(name: str) -> None:
 def test_no_preset_forces_the_balance_or_hides_missing_weights(name: str) -> None:
     """Fault 48: a lenient strictness swallowed that weights were missing from a checkpoint."""
     preset = read_preset(name)
-    flags = {*preset.args, *preset.fssdp_args, *(f for a in preset.layouts.values() for f in a)}
+    layouts = (*preset.layouts.values(), *preset.fssdp_layouts.values())
+    flags = {*preset.args, *preset.fssdp_args, *(flag for each in layouts for flag in each)}
     assert not {"--moe-router-force-load-balancing", "--dist-ckpt-strictness"} & flags
 
 
@@ -143,3 +144,22 @@ def test_a_wheel_has_the_files(tmp_path: Path) -> None:
         packed = f"megatron_fssdp/configs/{path.relative_to(CONFIGS)}"
         assert packed in names
         assert yaml.safe_load(zipfile.ZipFile(wheel).read(packed)) is not None
+
+
+def test_fssdps_flags_by_nodes(tmp_path: Path) -> None:
+    """From 2 nodes on 1 slot, from 4 on kept; a layout replaces, it does not add to the last."""
+    values = yaml.safe_load((CONFIGS / "models" / "gpt_moe_s.yaml").read_text())
+    values["FSSDP_ARGS"] = {"--fssdp-rematerialize": True}
+    values["FSSDP_LAYOUTS"] = {
+        4: {"--fssdp-rematerialize": False},
+        2: {"--fssdp-num-replica-slots": 1},
+    }
+    path = tmp_path / "model.yaml"
+    path.write_text(yaml.safe_dump(values))
+    preset = read_preset(str(path))
+    found = [merge([preset.fssdp_args_for(num_gpus)]) for num_gpus in (8, 16, 31, 32)]
+    again = {"--fssdp-rematerialize": True}
+    assert found == [again, *[{**again, "--fssdp-num-replica-slots": 1}] * 2, {}]
+    path.write_text(yaml.safe_dump({**values, "FSSDP_LAYOUTS": {"two": {}}}))
+    with pytest.raises(ValueError, match="FSSDP_LAYOUTS is no mapping from numbers of nodes"):
+        read_preset(str(path))

@@ -40,7 +40,7 @@ CASES = [
 
 def args_for(name: str, num_gpus: int) -> Args:
     preset = PRESETS[name]
-    fssdp = {"--moe-parallel": "fssdp", **preset.fssdp_args}
+    fssdp = {"--moe-parallel": "fssdp", **preset.fssdp_args_for(num_gpus)}
     return merge([preset.args, fssdp, choose_layout(preset, num_gpus)])
 
 

@@ -15,8 +15,8 @@ def test_megatrons_parser_takes_every_preset_and_layout() -> None:
     commands = {}
     for name in list_names("models"):
         preset = read_preset(name)
-        fssdp = {"--moe-parallel": "fssdp", **preset.fssdp_args}
-        for num_gpus in preset.layouts:
+        for num_gpus in {*preset.layouts, *preset.fssdp_layouts}:
+            fssdp = {"--moe-parallel": "fssdp", **preset.fssdp_args_for(num_gpus)}
             layout = choose_layout(preset, num_gpus)
             common = merge([preset.args, layout, {"--mock-data": True}])
             commands[f"{name} {num_gpus}"] = (to_words(merge([common, fssdp])), num_gpus)

@@ -10,9 +10,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from megatron_fssdp.planning.planner import PlanSettings
 from megatron_fssdp.planning.topology import LinkClass
+from megatron_fssdp.presets.files import find_file
+from megatron_fssdp.simulation.cluster import load_cluster
 from megatron_fssdp.simulation.costs import ADAM_PASSES_BYTES, DENSE_PASSES, SOURCE_PASSES, Costs
-from megatron_fssdp.simulation.result import PARTS
+from megatron_fssdp.simulation.model import read_job
+from megatron_fssdp.simulation.result import PARTS, SystemResult
 from megatron_fssdp.simulation.simulate import simulate
 from megatron_fssdp.simulation.spread import Spread, ZipfTrace, scale_rows
 from megatron_fssdp.simulation.systems import SYSTEMS, Options
@@ -143,6 +147,24 @@ def test_fssdp_beats_ep_on_skewed_loads_and_its_straggler_is_near_one() -> None:
     assert result.speed_up("fssdp") > 1.2
     rm, kept = result.system("fssdp-rm").peak_parts, result.system("fssdp").peak_parts
     assert 0 < rm["replicas"] < kept["replicas"]
+
+
+def test_spares_are_made_where_they_pay() -> None:
+    """Mixtral's filled all slots: re-materialized, copies took longer than balance saved."""
+    job = read_job("mixtral_8x7b", 8, {"--num-layers": 2, "--global-batch-size": 64})
+    cluster = load_cluster(find_file("clusters", "h200_dgx"))
+    trace = ZipfTrace(0.2, 8, 2, 8, 8, tokens=2 * 4096)
+
+    def run(rematerializes: bool, spare_tokens: int | None) -> SystemResult:
+        settings = PlanSettings(spare_tokens=spare_tokens)
+        options = Options(settings=settings, rematerializes=rematerializes, planning_s=0.0)
+        return simulate(job, cluster, trace, ["fssdp"], options=options).systems[0]
+
+    # Kept for 8 micro-batches, both slots of 8 ranks in 2 layers pay; for 24 fetches one does.
+    assert run(False, 1).replicas_I.mean() == 32
+    again = run(True, 1)
+    assert again.replicas_I.max() <= 16
+    assert again.mean_s < 1.02 * run(True, None).mean_s
 
 
 def test_moves_take_their_time_once() -> None:

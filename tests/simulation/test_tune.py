@@ -135,9 +135,13 @@ def test_the_presets_flags_are_where_the_search_starts(
     assert alike.system("fssdp").peak_bytes == alike.system("fssdp-rm").peak_bytes
     kept = simulate(job, cluster, skewed, names, num_iterations=2)
     assert kept.system("fssdp").peak_bytes > kept.system("fssdp-rm").peak_bytes
-    mixtral = read_job("mixtral_8x7b", 32)
-    assert mixtral.fssdp_args == {"--fssdp-rematerialize": True}
-    assert any("preset's --fssdp-rematerialize" in note for note in mixtral.notes)
+    mixtral, larger = (read_job("mixtral_8x7b", num_ranks) for num_ranks in (32, 64))
+    assert Settings.of_options(Options.of_flags(mixtral.fssdp_args)).flags.split(" ", 2)[2] == (
+        "--fssdp-num-replica-slots 1 --fssdp-rematerialize"
+    )
+    assert any("--fssdp-rematerialize, where" in note for note in mixtral.notes)
+    # From 8 nodes on there is memory to keep them.
+    assert larger.fssdp_args == {"--fssdp-num-replica-slots": 1}
 
 
 def test_even_loads_leave_it_off(job: Job, cluster: Cluster) -> None:

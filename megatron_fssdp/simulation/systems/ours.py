@@ -7,8 +7,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
+from megatron_fssdp.planning.cost import Copying, mean_rows, with_paying_spares
 from megatron_fssdp.planning.moves import moves_s, plan_moves
 from megatron_fssdp.planning.plan import Int64Array, LayerPlan
+from megatron_fssdp.planning.planner import PlanSettings
 from megatron_fssdp.planning.predict import PREDICTORS
 from megatron_fssdp.planning.quotas import balance
 from megatron_fssdp.planning.schedule import traffic
@@ -72,6 +74,19 @@ class Fssdp(Planned):
         return self.options.rematerializes
 
     @property
+    def copying(self) -> Copying:
+        """How often replicas travel."""
+        micro = self.costs.job.layout.num_microbatches
+        return Copying(num_microbatches=micro, rematerializes=self.rematerializes)
+
+    def _settings_for(self, load_LE: Int64Array) -> PlanSettings:
+        """Spares where they pay, as `integration.owners` has it."""
+        rows = mean_rows(load_LE, self.num_ranks)
+        return with_paying_spares(
+            self.settings, self.topology, self.shape, self.rate, self.copying, rows
+        )
+
+    @property
     def assumptions(self) -> tuple[str, ...]:
         """What quotas take."""
         return (fssdp_note(*self.planning),)
@@ -91,7 +106,7 @@ class Fssdp(Planned):
             self.settings,
             self.shape,
             self.rate,
-            self.costs.job.layout.num_microbatches,
+            self.copying,
         )
         move_s = moves_s(rounds, self.topology, self.costs.state_bytes)
         if saved_s * self.options.reshard_interval <= move_s:
