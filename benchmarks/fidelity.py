@@ -3,10 +3,10 @@
 """How wrong the simulator is: predicted against measured iterations of EP and FSSDP.
 
 2 and 4 gloo ranks of one thread train a small GPT-MoE (2 layers, attention and all) whose routing
-is forced to five load shapes. In the same processes, before and after, `fssdp calibrate` measures
-the machine with all ranks at work; the simulator gets the mean of both and the loads, and nothing
-of the times that it must predict. Where two network namespaces can be made, the same runs on two
-nodes of two ranks with a cable of limited rate.
+is forced to five load shapes. In the same processes, before and after each shape, `fssdp calibrate`
+measures the machine with all ranks at work; the simulator gets the mean of both and the loads, and
+nothing of the times that it must predict. Where two network namespaces can be made, the same runs
+on two nodes of two ranks with a cable of limited rate.
 
     python benchmarks/fidelity.py [--repeats 5] [--json FILE]
 """
@@ -14,6 +14,7 @@ nodes of two ranks with a cable of limited rate.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -41,6 +42,14 @@ CABLE_BYTES_PER_S = 60e6
 MEDIAN_ERROR, LARGEST_ERROR = 0.10, 0.25
 # Two systems whose measured times differ by less than this have no order: repeats differ as much.
 TIE = 0.03
+# Freed memory is kept for the next tensor, as the allocator of GPUs keeps it: else each new one is
+# paid for in page faults, whose time hangs on what else the machine does. Read when a rank starts.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
+    "MALLOC_TOP_PAD_": str(1 << 28),
+    "MALLOC_ARENA_MAX": "1",
+}
 
 
 def be_rank(rank: int, size: int, folder: str, num_repeats: int) -> None:
@@ -103,9 +112,9 @@ def predict(calibrated: dict[str, Any], size: int, name: str) -> dict[str, float
 
 def compare(place: str, size: int, measured: dict[str, Any]) -> list[Row]:
     """Return a row for each load shape and system."""
-    calibrated = mean_mapping(*measured["calibrated"])
     rows = []
-    for name in shares():
+    for name, around in zip(shares(), itertools.pairwise(measured["calibrated"]), strict=True):
+        calibrated = mean_mapping(*around)
         predicted_s = predict(calibrated, size, name)
         real_s = {s: statistics.median(measured["seconds"][name, s]) for s in predicted_s}
         load_R = (counts_of(name) * size).reshape(size, -1).sum(axis=1)
@@ -149,6 +158,7 @@ def main() -> int:
     parser.add_argument("--places", default="2,4,nodes", help="ranks of a node; two nodes")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args()
+    os.environ.update(KEEP_MEMORY)
     console = Console(width=110)
     places = args.places.split(",")
     rows, raw = [], {}

@@ -154,15 +154,15 @@ class Case:
 
 
 def measure(num_repeats: int, limit: float | None = None) -> dict[str, Any]:
-    """Calibrate, then time all cases in turns, then calibrate again. Runs on every rank.
+    """Time all cases in turns, and calibrate before and after each shape. Runs on every rank.
 
     Args:
         num_repeats: timed iterations of each case.
         limit: bytes per second of the cable between two nodes; None: there is one node.
 
     Returns:
-        `calibrated`: two cluster files' mappings and the seconds of planning; `seconds`: by
-        (shape, system) the timed iterations. Rank 0's count.
+        `calibrated`: cluster files' mappings and the seconds of planning, one more than there are
+        shapes; `seconds`: by (shape, system) the timed iterations. Rank 0's count.
     """
     torch.set_num_threads(1)
     from megatron_fssdp.integration import cpu_platform
@@ -185,7 +185,7 @@ def measure(num_repeats: int, limit: float | None = None) -> dict[str, Any]:
                 taken = case.run()
                 if index >= 2:
                     seconds.setdefault((name, system), []).append(taken)
-    calibrated.append(_calibrate())
+        calibrated.append(_calibrate())
     if cases["fssdp"].runtime is not None:
         cases["fssdp"].runtime.close()
     return {"calibrated": calibrated, "seconds": seconds}

@@ -28,7 +28,7 @@ from megatron_fssdp.planning.plan import EMPTY, Int64Array, LayerPlan
 from megatron_fssdp.planning.planner import PlanSettings, plan_layers
 from megatron_fssdp.planning.predict import DEFAULT_PREDICTOR, PREDICTORS
 from megatron_fssdp.planning.quota_tables import quota_tables
-from megatron_fssdp.planning.quotas import balance, rank_loads, split_source
+from megatron_fssdp.planning.quotas import balance, messages_of, rank_loads
 from megatron_fssdp.planning.sharding import shard_by_load, shard_evenly, shard_for_replicas
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.simulation.baselines import BASELINES, Baseline
@@ -178,11 +178,13 @@ def time_rows() -> list[Row]:
         tables_ms = best_ms(partial(_rebuild, plan, topology), 10)
         quota_EI = balance(counts_RE, plan, topology.node_of_rank)
         balance_ms = best_ms(partial(balance, counts_RE, plan, nodes), 50)
-        split_ms = best_ms(partial(split_source, counts_RE, quota_EI, plan, nodes, 5), 50)
+        split_ms = best_ms(partial(_split, counts_RE, quota_EI, plan, nodes), 50)
+        messages_ms = best_ms(partial(_all_messages, counts_RE, quota_EI, plan, nodes), 50)
         for what, value, ideal in (
             ("58 layers, E 256, EP 64, 2 slots: plan [ms]", plan_ms, "10"),
             ("one layer: quotas of all ranks [ms]", balance_ms, "0.3"),
             ("one layer: split of one source [ms]", split_ms, "-"),
+            ("the same, and what it receives [ms]", messages_ms, "-"),
             ("one layer: tables, once a plan [ms]", tables_ms, "-"),
         ):
             rows.append(
@@ -215,6 +217,20 @@ def _plan_some(
         baseline(load_E, owner_E, topology, 2)
 
 
+def _split(
+    counts_RE: Int64Array, quota_EI: Int64Array, plan: LayerPlan, nodes: tuple[int, ...]
+) -> Int64Array:
+    """What the device waits for, besides the quotas."""
+    return messages_of(counts_RE, quota_EI, plan, nodes, 0).split_EI
+
+
+def _all_messages(
+    counts_RE: Int64Array, quota_EI: Int64Array, plan: LayerPlan, nodes: tuple[int, ...]
+) -> None:
+    messages = messages_of(counts_RE, quota_EI, plan, nodes, 0)
+    _ = messages.split_EI, messages.sent_R, messages.received_RS
+
+
 def _rebuild(plan: LayerPlan, topology: Topology) -> None:
     plan.derived.clear()
     quota_tables(plan, topology.node_of_rank)
@@ -230,11 +246,14 @@ def scaling_rows(sizes: tuple[int, ...]) -> list[Row]:
         plan_ms = best_ms(partial(plan_layers, load_LE, owner_LE, topology, PlanSettings()), 3)
         plan = plan_layers(load_LE, owner_LE, topology, PlanSettings()).layer(0)
         tables_ms = best_ms(partial(_rebuild, plan, topology), 2)
-        quotas_ms = best_ms(partial(balance, counts_RE, plan, topology.node_of_rank), 3)
-        load_R = rank_loads(balance(counts_RE, plan, topology.node_of_rank), plan)
+        nodes = topology.node_of_rank
+        quota_EI = balance(counts_RE, plan, nodes)
+        quotas_ms = best_ms(partial(balance, counts_RE, plan, nodes), 3)
+        quotas_ms += best_ms(partial(_split, counts_RE, quota_EI, plan, nodes), 3)
+        load_R = rank_loads(quota_EI, plan)
         rows.append(
             {
-                "what": f"E = EP = {size}: plan / tables / quotas [ms], balance",
+                "what": f"E = EP = {size}: plan / tables / quotas and split [ms], balance",
                 "planner": OURS,
                 "value": f"{plan_ms:.1f} / {tables_ms:.1f} / {quotas_ms:.1f},"
                 f" {load_R.max() / load_R.mean():.4f}",

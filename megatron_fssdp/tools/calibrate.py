@@ -32,6 +32,7 @@ ROWS = (1, 16, 64, 256, 1024, 4096, 16384)
 # A message that is all latency, and one that is all bandwidth.
 SMALL_BYTES, LARGE_BYTES = 8, 1 << 26
 WARM_UPS, REPEATS = 3, 7
+WINDOWS, WINDOW_S = 3, 0.1
 # Activations that are kept at a time while memory is measured.
 KEPT = 16
 
@@ -118,7 +119,7 @@ def measure_products(hidden_size: int, ffn_size: int, rows: Sequence[int]) -> di
         def products(tokens: torch.Tensor = tokens, grads: torch.Tensor = grads) -> None:
             _ = (tokens @ weight, grads @ weight.t(), tokens.t() @ grads)
 
-        taken_s = _median_s(products)
+        taken_s = _shared_s(products)
         seconds.append(taken_s)
         rates.append([int(count), 6.0 * count * hidden_size * ffn_size / taken_s])
     found: dict[str, Any] = {
@@ -146,7 +147,7 @@ def measure_memory(size: int, dtype: torch.dtype, device: torch.device) -> float
         Bytes per second.
     """
     inputs = torch.ones(KEPT, size, dtype=dtype, device=device)
-    return 2.0 * inputs.nbytes / _median_s(lambda: [each * 2.0 for each in inputs])
+    return 2.0 * inputs.nbytes / _shared_s(lambda: [each * 2.0 for each in inputs])
 
 
 def measure_links(large_bytes: int) -> tuple[list[str], dict[str, LinkClass]]:
@@ -261,13 +262,38 @@ def _median_s(function: Callable[[], object]) -> float:
     """Median time of one call, with the device waited for."""
     times = []
     for number in range(WARM_UPS + REPEATS):
-        start = time.perf_counter()
-        function()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        seconds = _time_s(function)
         if number >= WARM_UPS:
-            times.append(time.perf_counter() - start)
+            times.append(seconds)
     return statistics.median(times)
+
+
+def _shared_s(function: Callable[[], object]) -> float:
+    """Median time of one call while all ranks of the group make such calls.
+
+    Means over windows, as long on all ranks: where ranks share cores a short call has a core for
+    itself while it runs, and waits between calls.
+    """
+    for _ in range(WARM_UPS):
+        function()
+    windows = []
+    for _ in range(WINDOWS):
+        if dist.is_initialized():
+            dist.barrier()
+        start, calls = time.perf_counter(), 0
+        while not calls or time.perf_counter() - start < WINDOW_S:
+            _time_s(function)
+            calls += 1
+        windows.append((time.perf_counter() - start) / calls)
+    return statistics.median(windows)
+
+
+def _time_s(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def _device_name() -> str:

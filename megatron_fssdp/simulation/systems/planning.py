@@ -13,10 +13,10 @@ from megatron_fssdp.simulation.cluster import Cluster
 # Counts, placement and routes in fused kernels, published of GPU planners at 64 ranks and 256
 # experts: 67 to 78 us for the placement and 36 to 39 us for the routes (UltraEP's README).
 FUSED_S = 110e-6
-# Quotas and messages on the host (`planning.quotas`), measured on one core: 0.4 to 0.5 ms for 8
-# ranks, 0.5 to 0.7 for 64, 0.7 to 1.2 for 256, 2.1 to 4.4 for 1,024 (`make bench-planner` times
-# them). What follows is near the upper end of each.
-HOST_S, HOST_RANK_S = 0.45e-3, 4e-6
+# Quotas and a rank's split on the host (`planning.quotas`), measured on one core: 0.3 to 0.4 ms for
+# 8 ranks, 0.4 to 0.6 for 64, 2 to 4 for 1,024 (`make bench-planner` times them). What follows is
+# near the upper end of each.
+HOST_S, HOST_RANK_S = 0.35e-3, 4e-6
 # The counts' way to the host, the split's to the device, and some 17 launches of the translation
 # until the device has work again: assumed.
 RETURN_S = 100e-6
