@@ -237,8 +237,7 @@ def tune(
         judged_s, _judged_s(ep.iteration_s), charged_s, _judged_s(tried[best].result.iteration_s)
     )
     found = tried[best] if tried[best].fits else None
-    if job.fssdp_args.get("--fssdp-rematerialize") and not best.rematerializes:
-        notes.append("the preset re-materializes: add --fssdp-rematerialize=false to these flags")
+    notes.extend(_against_preset(best, default))
     gain, low, high = bootstrap(ep.iteration_s, tried[best].result.iteration_s)
     return Advice(
         ep=ep,
@@ -252,6 +251,20 @@ def tune(
         break_even_s=break_even,
         notes=tuple(notes),
     )
+
+
+def _against_preset(best: Settings, preset: Settings) -> list[str]:
+    """Say which flags must be given though they have their default: a preset's would stay."""
+    notes, default = [], Settings()
+    if preset.rematerializes and not best.rematerializes:
+        notes.append("the preset re-materializes: add --fssdp-rematerialize=false to these flags")
+    for name in ("num_replica_slots", "predictor", "balance_tolerance", "reshard_interval"):
+        value, flag = getattr(best, name), f"--fssdp-{name.replace('_', '-')}"
+        if value == getattr(default, name) != getattr(preset, name):
+            notes.append(
+                f"the preset has {flag} {getattr(preset, name)}: add {flag} {value} to these flags"
+            )
+    return notes
 
 
 def _judged_s(iteration_I: Float64Array) -> float:

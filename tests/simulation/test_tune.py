@@ -27,6 +27,7 @@ from megatron_fssdp.simulation.tune import (
     LEAST_HELD_OUT,
     Settings,
     Tried,
+    _against_preset,
     _choose,
     _is_surely_faster,
     bootstrap,
@@ -259,3 +260,14 @@ def test_the_command_takes_made_up_loads(tmp_path: Path) -> None:
     answer = CliRunner().invoke(app, [*words, "zipf:nan"])
     assert answer.exit_code == 2
     assert "fssdp tune: --trace zipf:nan: write zipf:EXPONENT" in answer.output
+
+
+def test_flags_that_differ_from_the_presets_alone_are_told() -> None:
+    """A default is not among the printed flags, and the preset's value would stay."""
+    preset = Settings(num_replica_slots=1, rematerializes=True, predictor="last")
+    assert _against_preset(preset, preset) == []
+    notes = _against_preset(Settings(predictor="sliding"), preset)
+    assert [note.split(": add ")[1] for note in notes] == [
+        "--fssdp-rematerialize=false to these flags",
+        "--fssdp-num-replica-slots 2 to these flags",
+    ]
