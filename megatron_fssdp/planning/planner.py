@@ -4,13 +4,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_fssdp.planning.materialize import materialize_by_gain, materialize_by_load
-from megatron_fssdp.planning.plan import Int64Array, Plan, build_slots
+from megatron_fssdp.planning.plan import Int64Array, LayerPlan, Plan, build_slots
 from megatron_fssdp.planning.topology import Topology
 
 
@@ -122,3 +122,22 @@ def plan_layers(
         owner_LE, replicas_N3, topology.num_ranks, settings.num_replica_slots
     )
     return Plan(owner_LE=owner_LE, slot_expert_LRS=slot_expert_LRS)
+
+
+def plan_each(
+    load_LE: Int64Array,
+    owner_LE: Int64Array,
+    topology: Topology,
+    settings: Sequence[PlanSettings],
+) -> list[LayerPlan]:
+    """Plan layers with settings of their own, together where they are the same.
+
+    A layer gets what it would get alone, so it can be planned again without the others.
+    Arguments as `plan_layers` has them; `settings` are L. Layers may differ in S.
+    """
+    plans: dict[int, LayerPlan] = {}
+    for each in dict.fromkeys(settings):
+        layers = [index for index, its in enumerate(settings) if its == each]
+        plan = plan_layers(load_LE[layers], owner_LE[layers], topology, each)
+        plans.update(zip(layers, plan.layers, strict=True))
+    return [plans[index] for index in range(len(settings))]

@@ -16,7 +16,7 @@ from megatron_fssdp.planning.cost import (
     with_paying_spares,
 )
 from megatron_fssdp.planning.plan import Int64Array
-from megatron_fssdp.planning.planner import PlanSettings, plan_layers
+from megatron_fssdp.planning.planner import PlanSettings, plan_each
 from megatron_fssdp.planning.quotas import balance
 from megatron_fssdp.planning.schedule import Schedule
 from megatron_fssdp.planning.topology import Topology
@@ -50,12 +50,14 @@ def saved_by_owners(
     """
     nodes, num_ranks = topology.node_of_rank, topology.num_ranks
     copying = copying or Copying()
-    rows = mean_rows(load_LE, num_ranks)
-    settings = with_paying_spares(settings, topology, shape, rate, copying, rows)
+    settings_L = [
+        with_paying_spares(settings, topology, shape, rate, copying, mean_rows(load_E, num_ranks))
+        for load_E in load_LE
+    ]
     copied_bytes = round(copying.num_microbatches * copying.replica_bytes(shape))
-    old, new = (plan_layers(load_LE, owner_LE, topology, settings) for owner_LE in (old_LE, new_LE))
+    old, new = (plan_each(load_LE, each_LE, topology, settings_L) for each_LE in (old_LE, new_LE))
     seconds = 0.0
-    for load_E, before, after in zip(load_LE, old.layers, new.layers, strict=True):
+    for load_E, before, after in zip(load_LE, old, new, strict=True):
         counts_RE = np.tile(load_E // num_ranks, (num_ranks, 1))
         quotas = [balance(counts_RE, plan, nodes) for plan in (before, after)]
         layer_s = saved_s(quotas[0], before, quotas[1], after, topology, shape, rate)

@@ -33,15 +33,15 @@ def _other_plans_on_rank_2(job: Job) -> None:
     """Train, while one rank sees other loads than the rest, as a fault in memory would make it."""
     import numpy as np
 
-    from megatron_fssdp.integration import runtime as module
+    from megatron_fssdp.integration import owners as module
 
-    plan_layers = module.plan_layers
+    plan_each = module.plan_each
 
     def wrong(load_LE: Any, *rest: Any) -> Any:
-        return plan_layers(None if load_LE is None else np.roll(load_LE, 1, axis=1), *rest)
+        return plan_each(np.roll(load_LE, 1, axis=1), *rest)
 
     if dist.get_rank() == 2:
-        module.plan_layers = wrong
+        module.plan_each = wrong
     TinyRun(job).train()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,8 @@ def _settings(
     runtime = FSSDPRuntime(config)
     runtime.add_layer(8, dist.group.WORLD, dist.group.WORLD, shape)
     layer = runtime.layers[0]
-    load_LE = np.full((3, 8), rows * dist.get_world_size() // 8)
-    settings = settings_for(load_LE, layer, config, lambda: num_microbatches)
+    load_E = np.full(8, rows * dist.get_world_size() // 8)
+    settings = settings_for(load_E, layer, config, num_microbatches)
     runtime.close()
     return settings, layer.shared.topology
 
@@ -65,6 +66,43 @@ def test_large_experts_fill_the_slots_that_pay(
     first, second = run_ranks(2, _settings, MIXTRAL, 8192, num_microbatches, flags)
     assert first == second
     assert first[0].spare_slots == slots
+
+
+def _plans_before_and_after_a_resume() -> list[bytes]:
+    """What follows 128 micro-batches; resumed before one; and what one by itself would get."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_fssdp.integration.runtime import FSSDPRuntime
+
+    plans, state = [], None
+    counts_RE = torch.full((dist.get_world_size(), 16), 1024)
+    counts_RE[:, 0] *= 8
+    for num_microbatches, resumes in ((128, False), (1, True), (1, False)):
+        runtime = FSSDPRuntime(FSSDPConfig(moe_parallel="fssdp", fssdp_cluster=H100))
+        runtime.add_layer(16, dist.group.WORLD, dist.group.WORLD, MIXTRAL)
+        runtime.num_microbatches = partial(int, num_microbatches)
+        if resumes:
+            assert state is not None
+            runtime.load_state_dict(runtime.check_state_dict(state))
+        step = runtime.begin_forward(0, torch.device("cpu"))
+        if not resumes:
+            runtime.record(0, counts_RE, counts_RE.sum(dim=1))
+            weight = torch.nn.Parameter(torch.zeros(1))
+            weight.grad = torch.zeros(1)
+            torch.optim.SGD([weight]).step()
+            step = runtime.begin_forward(0, torch.device("cpu"))
+            state = runtime.state_dict()
+        plans.append(step.plan.slot_expert_RS.tobytes())
+        runtime.close()
+    return plans
+
+
+def test_a_resumed_run_plans_for_the_micro_batches_that_were() -> None:
+    """Where batches grow, it planned for the next iteration's: other spares, another loss."""
+    for before, resumed, another in run_ranks(4, _plans_before_and_after_a_resume):
+        assert before == resumed
+        assert before != another
 
 
 def test_our_own_training_keeps_its_spares() -> None:
