@@ -318,7 +318,8 @@ def break_even_tokens(shape: LayerShape, copying: Copying | None = None) -> int:
         shape: sizes of the layer.
         copying: how often replicas travel; None: there and back for one micro-batch.
     """
-    copied = (copying or Copying()).replica_bytes(shape)
+    # All shards' bytes: a token's go to them in parts.
+    copied = (copying or Copying()).replica_bytes(shape) * shape.num_shards
     return math.ceil(copied / (TOKEN_TRIPS * shape.row_bytes))
 
 

@@ -145,6 +145,8 @@ def test_how_often_replicas_travel():
     # Against tokens that save 80 bytes each: 1.25, and 7.5.
     assert break_even_tokens(SHAPE, KEPT) == 2
     assert break_even_tokens(SHAPE, AGAIN) == 8
+    # Cut in two, an expert is as many bytes as before.
+    assert break_even_tokens(replace(SHAPE, num_shards=2), AGAIN) == 8
 
 
 @pytest.mark.parametrize(
