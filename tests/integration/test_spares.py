@@ -106,7 +106,7 @@ def test_a_resumed_run_plans_for_the_micro_batches_that_were() -> None:
 
 
 def test_our_own_training_keeps_its_spares() -> None:
-    """The loads of `make train`, planned as it does on gloo: an H100's rates would let none pay."""
+    """The loads of `make train`, planned as on gloo; an H100's rates leave one slot of spares."""
     settings, topology = run_ranks(4, _settings, SMALL, 1024, 1, {})[0]
     counts = training_series(ROOT / "benchmarks" / "data" / "training_loads.npz")
     assert counts is not None
@@ -115,6 +115,7 @@ def test_our_own_training_keeps_its_spares() -> None:
     values = np.concatenate(found)
     assert values.mean() <= 1.01
     assert np.quantile(values, 0.95) <= 1.03
+    assert settings.spare_slots == 2
     without = replace(settings, spare_tokens=None)
     assert _fullest(counts[:, 0], topology, without).mean() > 1.01
 
