@@ -25,8 +25,6 @@ class PlanSettings:
         algorithm: a name in `PLANNERS`.
         balance_tolerance: a layer whose fullest rank has at most (1 + this) times the mean tokens
             is balanced and gets no further replica ("gain" only).
-        most_replicas: replicas of one layer, in all, that the byte budget of an iteration allows;
-            None: no limit ("gain" only).
         spare_tokens: in layers that need replicas, slots that are left get spare ones, against
             drift and for traffic, if they keep about this many tokens on their node; None: no
             spares ("gain" only).
@@ -38,18 +36,11 @@ class PlanSettings:
     overlap_degree: int | None = None
     algorithm: str = "gain"
     balance_tolerance: float = 0.01
-    most_replicas: int | None = None
     spare_tokens: int | None = 1
     spare_slots: int | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_replica_slots",
-            "overlap_degree",
-            "balance_tolerance",
-            "most_replicas",
-            "spare_slots",
-        ):
+        for name in ("num_replica_slots", "overlap_degree", "balance_tolerance", "spare_slots"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} is {value}; the least is 0")
@@ -69,7 +60,6 @@ def _by_gain(
         topology,
         slots,
         settings.balance_tolerance,
-        settings.most_replicas,
         settings.spare_tokens,
         settings.spare_slots,
     )
