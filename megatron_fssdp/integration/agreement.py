@@ -20,6 +20,7 @@ from megatron_fssdp.config import FSSDPConfig
 from megatron_fssdp.experts.placement import Placement
 from megatron_fssdp.integration.step import LayerStep
 from megatron_fssdp.planning.cost import ComputeRate
+from megatron_fssdp.planning.files import LINKS
 from megatron_fssdp.planning.topology import LinkClass, Topology, read_cluster
 
 GroupByRanks = dict[tuple[int, ...], dist.ProcessGroup]
@@ -27,7 +28,7 @@ GroupByRanks = dict[tuple[int, ...], dist.ProcessGroup]
 # Dense bf16 products of an H100, as training reaches them; until `fssdp calibrate` has measured.
 DEFAULT_RATE = ComputeRate(flops_per_s=4e14)
 # Of ranks on CPUs, in orders of magnitude: a core's products, gloo on a host and over Ethernet. An
-# H100's products would let no copy pay there.
+# H100's would leave `make train` one slot of spares a rank, where two pay.
 CPU_RATE = ComputeRate(flops_per_s=1e10, memory_bytes_per_s=1e10)
 CPU_LINK = LinkClass(bytes_per_s=1e9, latency_s=1e-4)
 CPU_NETWORK = LinkClass(bytes_per_s=1e8, latency_s=3e-4)
@@ -80,7 +81,10 @@ def find_cluster(
     if config.fssdp_cluster is not None:
         try:
             read = read_cluster(config.fssdp_cluster)
-            links = Topology.from_mapping({**read["topology"], "ranks_per_node": 1}, 1)
+            given = Topology.from_mapping({**read["topology"], "ranks_per_node": 1}, 1)
+            # What the file leaves open stays as it is without a file.
+            named = {name: getattr(given, name) for name in LINKS if name in read["topology"]}
+            links = replace(links, **named)
             if "compute" in read:
                 rate = ComputeRate.from_mapping(read["compute"])
         except (OSError, ValueError, KeyError, TypeError) as error:

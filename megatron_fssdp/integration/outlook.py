@@ -29,7 +29,7 @@ def describe(runtime: FSSDPRuntime) -> str:
     Seconds are those of full slots over the slowest link class.
     """
     slots, shapes, link = runtime.outlook()
-    num_micro = runtime.num_microbatches() if runtime.num_microbatches else 1
+    num_micro = runtime.microbatches()
     weights = [slots * shape.expert_bytes for shape in shapes]
     grads = [slots * shape.num_params * shape.grad_bytes for shape in shapes]
     both = [shape.expert_bytes + shape.num_params * shape.grad_bytes for shape in shapes]

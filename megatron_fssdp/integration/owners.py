@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,8 @@ from megatron_fssdp.integration.resharding import Reshard, Resharder
 from megatron_fssdp.integration.state import LayerState
 from megatron_fssdp.planning.cost import Copying, mean_rows, with_paying_spares
 from megatron_fssdp.planning.moves import Homes, plan_moves
-from megatron_fssdp.planning.plan import Int64Array
-from megatron_fssdp.planning.planner import PlanSettings
+from megatron_fssdp.planning.plan import Int64Array, LayerPlan
+from megatron_fssdp.planning.planner import PlanSettings, plan_each, plan_layers
 from megatron_fssdp.planning.sharding import shard_evenly
 
 
@@ -33,9 +32,14 @@ class Owners:
         listeners: called with the iteration and the outcome of each look at the owners.
     """
 
-    def __init__(self, config: FSSDPConfig, layers: list[LayerState]) -> None:
-        """Keep the owners of `layers`, a list that grows."""
-        self._config, self._layers = config, layers
+    def __init__(
+        self, config: FSSDPConfig, layers: list[LayerState], num_microbatches: Callable[[], int]
+    ) -> None:
+        """Keep the owners of `layers`, a list that grows; an iteration has so many micro-batches.
+
+        How many is asked for anew with each look at the owners.
+        """
+        self._config, self._layers, self._num_microbatches = config, layers, num_microbatches
         self._iteration = 0
         self.resharders: dict[Ownership, Resharder] = {}
         self.listeners: list[Callable[[int, Reshard], None]] = []
@@ -85,12 +89,23 @@ class Owners:
             return shard_evenly(1, layer.num_experts, layer.group.size())
         return layer.ownership.owner_LE[layer.position : layer.position + 1]
 
+    def plan_alike(
+        self, load_LE: Int64Array | None, indices: Sequence[int], num_microbatches: int
+    ) -> Sequence[LayerPlan]:
+        """Plan layers of equal shape for (L, E) loads, each as if alone; None: not known."""
+        layer, config = self._layers[indices[0]], self._config
+        owner_LE = np.concatenate([self.of_layer(index) for index in indices])
+        topology = layer.shared.topology
+        if load_LE is None:
+            return plan_layers(None, owner_LE, topology, plan_settings(config)).layers
+        settings = [settings_for(load_E, layer, config, num_microbatches) for load_E in load_LE]
+        return plan_each(load_LE, owner_LE, topology, settings)
+
     def enable_moves(
         self,
         optimizer: Any,
         replica_group: dist.ProcessGroup,
         sync_parameters: Callable[[], None] | None,
-        num_microbatches: Callable[[], int] | None = None,
     ) -> None:
         """Let experts change owners as `--fssdp-reshard-interval` says. Collective over the world.
 
@@ -98,7 +113,6 @@ class Owners:
             optimizer: Megatron's.
             replica_group: the expert-data-parallel group.
             sync_parameters: completes a gather of parameters that is under way; None: none is.
-            num_microbatches: of an iteration, now; None: one.
         """
         rows, everyone = [], []
         if self._layers:
@@ -123,7 +137,7 @@ class Owners:
                 self._config.fssdp_sharding,
                 self._config.reshard_interval,
                 sync_parameters,
-                partial(copying_of, self._config, num_microbatches),
+                lambda: copying_of(self._config, self._num_microbatches()),
             )
         if self._config.fssdp_owners is not None:
             self._start_from(self._config.fssdp_owners)
@@ -243,30 +257,27 @@ def plan_settings(config: FSSDPConfig) -> PlanSettings:
     )
 
 
-def copying_of(config: FSSDPConfig, num_microbatches: Callable[[], int] | None) -> Copying:
-    """Return how often replicas travel in this iteration; None: of one micro-batch."""
+def copying_of(config: FSSDPConfig, num_microbatches: int) -> Copying:
+    """Return how often replicas travel in an iteration."""
     return Copying(
-        num_microbatches=num_microbatches() if num_microbatches is not None else 1,
+        num_microbatches=num_microbatches,
         rematerializes=config.fssdp_rematerialize,
         returns_each=config.fssdp_calibration,
     )
 
 
 def settings_for(
-    load_LE: Int64Array,
-    layer: LayerState,
-    config: FSSDPConfig,
-    num_microbatches: Callable[[], int] | None,
+    load_E: Int64Array, layer: LayerState, config: FSSDPConfig, num_microbatches: int
 ) -> PlanSettings:
-    """Return the settings to plan predicted loads with: spares where they pay.
+    """Return the settings to plan a layer's predicted loads with: spares where they pay.
 
     All ranks of the group get the same: they have the same loads, sizes, links and rates.
 
     Args:
-        load_LE: (L, E) int64, of layers like `layer`.
+        load_E: (E,) int64.
         layer: its sizes and its group's links.
         config: the `--fssdp-*` settings.
-        num_microbatches: how many an iteration has; None: not known.
+        num_microbatches: how many an iteration has.
     """
     settings = plan_settings(config)
     if layer.shape is None:
@@ -277,7 +288,7 @@ def settings_for(
         layer.shape,
         layer.shared.rate,
         copying_of(config, num_microbatches),
-        mean_rows(load_LE, layer.group.size()),
+        mean_rows(load_E, layer.group.size()),
     )
 
 

@@ -214,7 +214,6 @@ def _saving_our_state(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _enable_resharding(runtime: Any, model: Any, optimizer: Any) -> None:
     from megatron.core import parallel_state
-    from megatron.core.num_microbatches_calculator import get_num_microbatches
 
     def sync_parameters() -> None:
         for chunk in model:
@@ -225,7 +224,6 @@ def _enable_resharding(runtime: Any, model: Any, optimizer: Any) -> None:
         optimizer,
         parallel_state.get_expert_data_parallel_group(),
         sync_parameters if overlaps else None,
-        get_num_microbatches,
     )
 
 

@@ -113,12 +113,13 @@ class Resharder:
         ownership = self.mover.ownership
         homes, rounds = plan_moves(ownership.homes, new_owner_LE)
         layouts = self.mover.layouts()
-        state_bytes = _expert_bytes(self.mover, layouts)
+        bytes_of_rows = _expert_bytes(self.mover, layouts)
         result: dict[str, Any] = {
             "num_moves": sum(map(len, rounds)),
-            "num_bytes": moved_bytes(rounds, state_bytes),
+            "num_bytes": moved_bytes(rounds, sum(bytes_of_rows)),
             "saved_s": saved_s,
-            "move_s": moves_s(rounds, self.topology, state_bytes),
+            # Replicas send side by side, each over links of its own.
+            "move_s": moves_s(rounds, self.topology, max(bytes_of_rows)),
         }
         problem = find_problem(layouts)
         if problem is not None or not rounds:
@@ -148,12 +149,15 @@ class Resharder:
         return agreed
 
 
-def _expert_bytes(mover: Mover, layouts: dict[int, list[HomeLayout]]) -> int:
-    """Bytes of one expert: its parameters on all replicas, and its optimizer state (in fp32)."""
-    weights = mover.ownership.weights(0)
-    total = len(mover.rank_at) * sum(weight.nbytes for weight in weights)
-    for row in mover.rank_at:
-        home = layouts[row[0]][0]
-        for (start, stop), names in zip(home.spans, home.names, strict=True):
-            total += 4 * len(names) * (stop - start)
-    return total
+def _expert_bytes(mover: Mover, layouts: dict[int, list[HomeLayout]]) -> list[int]:
+    """Bytes of one expert on each replica: parameters, and its part of the fp32 optimizer state."""
+    weight_bytes = sum(weight.nbytes for weight in mover.ownership.weights(0))
+    homes = [layouts[row[0]][0] for row in mover.rank_at]
+    return [
+        weight_bytes
+        + sum(
+            4 * len(names) * (stop - start)
+            for (start, stop), names in zip(home.spans, home.names, strict=True)
+        )
+        for home in homes
+    ]

@@ -32,7 +32,6 @@ from megatron_fssdp.integration.owners import (
     Owners,
     is_in_backward,
     plan_settings,
-    settings_for,
 )
 from megatron_fssdp.integration.records import IterationRecord
 from megatron_fssdp.integration.state import (
@@ -45,12 +44,11 @@ from megatron_fssdp.integration.state import (
 from megatron_fssdp.integration.step import LayerStep, calibrate_step
 from megatron_fssdp.planning.cost import LayerShape
 from megatron_fssdp.planning.moves import Homes
-from megatron_fssdp.planning.plan import Int64Array, LayerPlan, Plan
-from megatron_fssdp.planning.planner import plan_layers
+from megatron_fssdp.planning.plan import Int64Array, LayerPlan
 from megatron_fssdp.planning.predict import PREDICTORS, Predictor, SlidingMean
 from megatron_fssdp.planning.topology import NVLINK, LinkClass
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 @dataclass(eq=False)
@@ -76,14 +74,19 @@ class FSSDPRuntime:
     _optimizers: set[int] | None = None
     _groups: dict[tuple[int, ...], GroupState] = field(default_factory=dict)
     _plan_s: float = 0.0
+    _planned_for: int = 1  # micro-batches
     owners: Owners = field(init=False)
 
     def __post_init__(self) -> None:
-        self.owners = Owners(self.config, self._layers)
+        self.owners = Owners(self.config, self._layers, self.microbatches)
         self._hooks = (
             register_optimizer_step_pre_hook(self._before_optimizer_step),
             register_optimizer_step_post_hook(self._after_optimizer_step),
         )
+
+    def microbatches(self) -> int:
+        """Return how many micro-batches an iteration has, now; 1: not known."""
+        return 1 if self.num_microbatches is None else self.num_microbatches()
 
     def close(self) -> None:
         """Stop watching the optimizer, and end the threads."""
@@ -167,9 +170,8 @@ class FSSDPRuntime:
         layer = self._layers[index]
         if layer.step is None:
             # Where nothing is known of the loads yet nobody gets replicas.
-            load_E = layer.predicted_E
-            load_LE = None if load_E is None else load_E[None]
-            plan = self._plan_alike(load_LE, [index]).layer(0)
+            load_LE = None if layer.predicted_E is None else layer.predicted_E[None]
+            (plan,) = self.owners.plan_alike(load_LE, [index], self._planned_for)
             layer.step = self._layer_step(layer, plan, device)
         return layer.step
 
@@ -252,6 +254,8 @@ class FSSDPRuntime:
         """Return the loads seen and the owners, in tensors and plain values."""
         return {
             "version": STATE_VERSION,
+            # Plans that are made again must be the same, whatever the next iteration has.
+            "num_microbatches": self._planned_for,
             "owners": self.owners.state_dict(),
             "loads": [
                 {
@@ -276,6 +280,8 @@ class FSSDPRuntime:
         """
         if state["version"] != STATE_VERSION:
             raise ValueError(f"its format is {state['version']}, this reads {STATE_VERSION}")
+        if state["num_microbatches"] < 1:
+            raise ValueError("its plans are for no micro-batch")
         for each in state["owners"]:
             Homes(each["owner"].numpy(), each["home"].numpy())
         for each in state["loads"]:
@@ -294,7 +300,7 @@ class FSSDPRuntime:
         owners = "experts start even: their owners are fixed"
         if self.config.reshard_interval:
             owners = self.owners.load_state_dict(state["owners"])
-        num_layers = 0
+        num_layers, self._planned_for = 0, state["num_microbatches"]
         for each in state["loads"]:
             indices = tuple(each["layers"])
             predictor = self._read_predictor(each)
@@ -356,6 +362,7 @@ class FSSDPRuntime:
 
     def _plan(self, counts: dict[int, Int64Array]) -> None:
         """Plan all layers of equal shape together, from the loads of one micro-batch."""
+        self._planned_for = self.microbatches()
         by_shape: dict[tuple[int, int, LayerShape | None], list[int]] = {}
         for index in counts:
             layer = self._layers[index]
@@ -371,24 +378,15 @@ class FSSDPRuntime:
             assert predicted_LE is not None, "there was an update"
             self._make_plans(indices, predicted_LE)
 
-    def _plan_alike(self, load_LE: Int64Array | None, indices: Sequence[int]) -> Plan:
-        """Plan layers of equal shape for (L, E) loads; None: nothing is known of them."""
-        layer = self._layers[indices[0]]
-        settings = plan_settings(self.config)
-        if load_LE is not None:
-            settings = settings_for(load_LE, layer, self.config, self.num_microbatches)
-        owner_LE = np.concatenate([self.owners.of_layer(index) for index in indices])
-        return plan_layers(load_LE, owner_LE, layer.shared.topology, settings)
-
     def _make_plans(self, indices: Sequence[int], predicted_LE: Int64Array) -> None:
         """Plan layers of equal shape for the (L, E) loads that are predicted."""
         layers = [self._layers[index] for index in indices]
-        plan = self._plan_alike(predicted_LE, indices)
-        for position, (index, layer) in enumerate(zip(indices, layers, strict=True)):
+        plans = self.owners.plan_alike(predicted_LE, indices, self._planned_for)
+        for index, layer, load_E, plan in zip(indices, layers, predicted_LE, plans, strict=True):
             assert layer.step is not None
-            layer.predicted_E = predicted_LE[position]
+            layer.predicted_E = load_E
             # Layers are planned with the slots of the one that needs most.
-            own = plan.layer(position).with_slots(self.owners.num_slots(index))
+            own = plan.with_slots(self.owners.num_slots(index))
             layer.step = self._layer_step(layer, own, layer.step.device)
             # Made here, with the plan: the first forward would wait for it.
             _ = layer.step.placement.schedule

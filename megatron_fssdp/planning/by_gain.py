@@ -36,7 +36,7 @@ FAR = 16
 # On more nodes than this a node has few tokens for any expert, and the ways in between take one
 # step or more for each node.
 MANY_NODES = 16
-# Targets tried when the wanted one cannot be met within the budget.
+# Targets tried when the wanted one cannot be met.
 TARGET_TRIES = 6
 # Steps of spreading with which plans are judged, and how near to the target they must be for it.
 ROUNDS = ((8, 1e9), (16, 1.06))
@@ -48,7 +48,6 @@ def materialize_by_gain(
     topology: Topology,
     num_replica_slots: int,
     tolerance: float = 0.01,
-    most_replicas: int | None = None,
     spare_tokens: int | None = None,
     spare_slots: int | None = None,
 ) -> Int64Array:
@@ -61,7 +60,6 @@ def materialize_by_gain(
         num_replica_slots: replicas that fit on a rank, per layer.
         tolerance: a layer is balanced when its fullest rank has at most (1 + tolerance) times the
             mean tokens; a balanced layer gets no replica at all.
-        most_replicas: replicas of a layer that its budget allows; None: any number.
         spare_tokens: slots that are left get experts with at least this many tokens per instance;
             None: no spares.
         spare_slots: slots of a rank that may be filled with spares; None: all.
@@ -71,11 +69,10 @@ def materialize_by_gain(
         predicted loads first.
     """
     num_ranks = topology.num_ranks
-    limit = num_ranks * num_replica_slots if most_replicas is None else most_replicas
     load_LR = sum_by_owner(load_LE, owner_LE, num_ranks)
     balanced_L = _targets(load_LR, tolerance)
     open_L = np.flatnonzero(load_LR.max(axis=1) > balanced_L)
-    if not len(open_L) or not num_replica_slots or not limit:
+    if not len(open_L) or not num_replica_slots:
         return np.zeros((0, 3), dtype=np.int64)
     job = _Job(
         load_LE[open_L],
@@ -83,7 +80,6 @@ def materialize_by_gain(
         topology,
         num_replica_slots,
         balanced_L[open_L],
-        limit,
         num_replica_slots if spare_slots is None else min(spare_slots, num_replica_slots),
     )
     if spare_tokens is None or not job.spare_slots:
@@ -104,7 +100,6 @@ class _Job:
         topology: the ranks and their nodes.
         num_slots: replicas that fit on a rank.
         balanced_L: (L,) int64, tokens of the fullest rank that are good enough.
-        limit: replicas of a layer.
         spare_slots: slots of a rank that may be filled, whether a layer needs it or not.
     """
 
@@ -113,7 +108,6 @@ class _Job:
     topology: Topology
     num_slots: int
     balanced_L: Int64Array
-    limit: int
     spare_slots: int
 
     def part(self, layers: Int64Array) -> _Job:
@@ -146,9 +140,7 @@ def _fewest(job: _Job, wanted_L: Int64Array) -> tuple[Int64Array, Int64Array]:
         zip(job.load_LE.tolist(), load_LR.tolist(), wanted_L.tolist(), strict=True)
     ):
         free_R = [job.num_slots] * num_ranks
-        placed, placed_R = _materialize_layer(
-            load_E, owned_LR[layer], load_R, free_R, wanted, job.limit
-        )
+        placed, placed_R = _materialize_layer(load_E, owned_LR[layer], load_R, free_R, wanted)
         codes += placed
         count_L.append(len(placed))
         placed_LR[layer] = placed_R
@@ -163,8 +155,10 @@ def _with_spares(
     """Fill the slots that are left with spares."""
     num_layers, num_ranks = placed_LR.shape
     load_LR = sum_by_owner(job.load_LE, job.owner_LE, num_ranks)
-    free_LR = np.full((num_layers, num_ranks), job.spare_slots)
-    free_LR = _free_slots(free_LR, replicas_N3, job.limit)
+    used = np.bincount(
+        replicas_N3[:, 0] * num_ranks + replicas_N3[:, 2], minlength=num_layers * num_ranks
+    )
+    free_LR = np.maximum(job.spare_slots - used.reshape(num_layers, num_ranks), 0)
     import_LR = np.maximum(placed_LR - load_LR, 0)
     spares_N3 = place_spares(
         job.load_LE,
@@ -208,9 +202,6 @@ def _only(replicas_N3: Int64Array, layers: Int64Array, num_layers: int) -> Int64
 
 def _by_traffic(job: _Job, wanted_L: Int64Array, spare_tokens: int) -> Int64Array:
     """Try the `WAYS`, one after the other, until a layer is balanced. Returns (N, 3) replicas."""
-    ways = WAYS
-    if job.limit < job.topology.num_ranks * job.spare_slots:
-        ways = WAYS[-1:]
     num_layers, is_one_node = len(wanted_L), job.topology.num_nodes == 1
     # Ways that fill slots fill those that spares may; the last has all for what a layer needs.
     narrow = replace(job, num_slots=job.spare_slots)
@@ -218,7 +209,7 @@ def _by_traffic(job: _Job, wanted_L: Int64Array, spare_tokens: int) -> Int64Arra
     enough_L = wanted_L if is_one_node and not is_narrow else job.balanced_L
     reached_L = np.full(num_layers, 1 << 62)
     found_N3 = np.zeros((0, 3), dtype=np.int64)
-    for way, is_for_far in ways:
+    for way, is_for_far in WAYS:
         layers = np.flatnonzero(reached_L > enough_L)
         if is_for_far and job.topology.num_nodes > MANY_NODES:
             continue
@@ -285,16 +276,6 @@ WAYS: tuple[tuple[Way, bool], ...] = (
 )
 
 
-def _free_slots(free_LR: Int64Array, replicas_N3: Int64Array, limit: int) -> Int64Array:
-    """(L, R) slots that replicas leave, and no more of a layer than its budget leaves."""
-    used = replicas_N3[:, 0] * free_LR.shape[1] + replicas_N3[:, 2]
-    used_LR = np.bincount(used, minlength=free_LR.size).reshape(free_LR.shape)
-    free_LR = np.maximum(free_LR - used_LR, 0)
-    left_L = limit - used_LR.sum(axis=1)
-    before_LR = np.cumsum(free_LR, axis=1) - free_LR
-    return np.clip(left_L[:, None] - before_LR, 0, free_LR)
-
-
 def _owned_lists(owner_LE: Int64Array, num_ranks: int) -> list[list[list[int]]]:
     """List each rank's experts, layer by layer; most layers share one sharding and one list."""
     made: dict[bytes, list[list[int]]] = {}
@@ -316,9 +297,8 @@ def _materialize_layer(
     load_R: list[int],
     free_R: list[int],
     wanted: int,
-    limit: int,
 ) -> tuple[list[int], list[int]]:
-    """Place one layer's replicas; relax the target as far as slots and budget demand.
+    """Place one layer's replicas; relax the target as far as slots demand.
 
     Returns:
         The replicas as `gain.place_codes` has them, and the tokens of each rank with them.
@@ -330,8 +310,8 @@ def _materialize_layer(
         placed_R = load_R.copy()
         placed = place_codes(load_E.copy(), owned_R, placed_R, target, free_R.copy())
         reached = max(placed_R)
-        is_met = reached <= target and len(placed) <= limit
-        if len(placed) <= limit and reached < best[0]:
+        is_met = reached <= target
+        if reached < best[0]:
             best = (reached, placed, placed_R)
         if is_met:
             high = target

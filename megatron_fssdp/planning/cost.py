@@ -318,7 +318,8 @@ def break_even_tokens(shape: LayerShape, copying: Copying | None = None) -> int:
         shape: sizes of the layer.
         copying: how often replicas travel; None: there and back for one micro-batch.
     """
-    copied = (copying or Copying()).replica_bytes(shape)
+    # All shards' bytes: a token's go to them in parts.
+    copied = (copying or Copying()).replica_bytes(shape) * shape.num_shards
     return math.ceil(copied / (TOKEN_TRIPS * shape.row_bytes))
 
 
@@ -331,9 +332,9 @@ def token_s(topology: Topology, shape: LayerShape, rate: ComputeRate) -> float:
     return seconds + FORWARD_BACKWARD * 2.0 * shape.num_params / rate.flops_per_s
 
 
-def mean_rows(load_LE: Int64Array, num_ranks: int) -> float:
+def mean_rows(load_E: Int64Array, num_ranks: int) -> float:
     """Return the tokens of a micro-batch that a rank computes in a layer, on average."""
-    return float(load_LE.sum()) / (len(load_LE) * num_ranks)
+    return float(load_E.sum()) / num_ranks
 
 
 def with_paying_spares(
@@ -344,7 +345,7 @@ def with_paying_spares(
     copying: Copying,
     rows: float,
 ) -> PlanSettings:
-    """Return the settings with spare replicas where they pay.
+    """Return a layer's settings with spare replicas where they pay.
 
     A spare on a node that lacks its expert crosses the network, and pays if it keeps as many bytes
     of tokens from crossing: with replicas that are kept over many micro-batches hardly any does

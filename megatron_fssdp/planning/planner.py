@@ -4,13 +4,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_fssdp.planning.materialize import materialize_by_gain, materialize_by_load
-from megatron_fssdp.planning.plan import Int64Array, Plan, build_slots
+from megatron_fssdp.planning.plan import Int64Array, LayerPlan, Plan, build_slots
 from megatron_fssdp.planning.topology import Topology
 
 
@@ -25,8 +25,6 @@ class PlanSettings:
         algorithm: a name in `PLANNERS`.
         balance_tolerance: a layer whose fullest rank has at most (1 + this) times the mean tokens
             is balanced and gets no further replica ("gain" only).
-        most_replicas: replicas of one layer, in all, that the byte budget of an iteration allows;
-            None: no limit ("gain" only).
         spare_tokens: in layers that need replicas, slots that are left get spare ones, against
             drift and for traffic, if they keep about this many tokens on their node; None: no
             spares ("gain" only).
@@ -38,18 +36,11 @@ class PlanSettings:
     overlap_degree: int | None = None
     algorithm: str = "gain"
     balance_tolerance: float = 0.01
-    most_replicas: int | None = None
     spare_tokens: int | None = 1
     spare_slots: int | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_replica_slots",
-            "overlap_degree",
-            "balance_tolerance",
-            "most_replicas",
-            "spare_slots",
-        ):
+        for name in ("num_replica_slots", "overlap_degree", "balance_tolerance", "spare_slots"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} is {value}; the least is 0")
@@ -69,7 +60,6 @@ def _by_gain(
         topology,
         slots,
         settings.balance_tolerance,
-        settings.most_replicas,
         settings.spare_tokens,
         settings.spare_slots,
     )
@@ -122,3 +112,22 @@ def plan_layers(
         owner_LE, replicas_N3, topology.num_ranks, settings.num_replica_slots
     )
     return Plan(owner_LE=owner_LE, slot_expert_LRS=slot_expert_LRS)
+
+
+def plan_each(
+    load_LE: Int64Array,
+    owner_LE: Int64Array,
+    topology: Topology,
+    settings: Sequence[PlanSettings],
+) -> list[LayerPlan]:
+    """Plan layers with settings of their own, together where they are the same.
+
+    A layer gets what it would get alone, so it can be planned again without the others.
+    Arguments as `plan_layers` has them; `settings` are L. Layers may differ in S.
+    """
+    plans: dict[int, LayerPlan] = {}
+    for each in dict.fromkeys(settings):
+        layers = [index for index, its in enumerate(settings) if its == each]
+        plan = plan_layers(load_LE[layers], owner_LE[layers], topology, each)
+        plans.update(zip(layers, plan.layers, strict=True))
+    return [plans[index] for index in range(len(settings))]

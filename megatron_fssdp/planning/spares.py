@@ -13,7 +13,8 @@ expert with instances on all nodes keeps the tokens of each node there, load / n
 `least_tokens` is compared with that. Experts with fewer get spares only on nodes that have them:
 those cross no network.
 
-All layers at once, in whole-array steps: this is called for every layer of a model.
+All layers at once, in whole-array steps: this is called for every layer of a model. What a layer
+gets does not depend on the others: a layer that is planned again alone must get the same.
 """
 
 from __future__ import annotations
@@ -113,9 +114,11 @@ def _near(
         minlength=num_layers * num_nodes,
     )
     free_LM = by_node.reshape(num_layers, num_nodes).astype(np.int64)
-    hottest_LK = hottest_LE[:, : NODE_REACH * int(free_LM.max())]
+    reach_L = NODE_REACH * free_LM.max(axis=1)
+    hottest_LK = hottest_LE[:, : int(reach_L.max())]
     is_lacking_LMK = ~is_here_LEM[layer_L1, hottest_LK].transpose(0, 2, 1)
     is_hot_LK = np.take_along_axis(load_LE, hottest_LK, axis=1) >= least_load
+    is_hot_LK &= np.arange(hottest_LK.shape[1]) < reach_L[:, None]
     is_lacking_LMK &= is_hot_LK[:, None, :]
     number_LMK = np.cumsum(is_lacking_LMK, axis=2)
     # A node with room for all that it lacks takes all: no token leaves it then.
@@ -165,8 +168,8 @@ def _varied(
         placed.append(np.stack([layer[fits], expert[fits], rank[fits]], axis=1))
         layer, expert, rank = layer[~fits], expert[~fits], rank[~fits]
         # Pair what is left the other way round, then in a mixed order, within its layer.
-        index = np.arange(len(layer))
-        mixed = -index if number == 0 else index * 7919 % max(len(layer), 1)
+        place = np.arange(len(layer)) - np.searchsorted(layer, layer)
+        mixed = -place if number == 0 else place * 7919 % np.bincount(layer)[layer]
         rank = rank[np.lexsort((mixed, layer))]
     return np.concatenate(placed)
 
@@ -195,6 +198,7 @@ def _hottest(
     count_LKJ = count_LK[:, :, None] + np.arange(copies)
     share_LKJ = load_LK[:, :, None] // count_LKJ
     share_LKJ[count_LKJ >= num_ranks] = 0
+    share_LKJ[np.arange(hottest_LK.shape[1]) >= LOAD_REACH * wanted_L[:, None]] = 0
     share = share_LKJ.reshape(num_layers, -1)
     order_LW = descending(share)[:, :most]
     is_wanted_LW = np.arange(order_LW.shape[1]) < wanted_L[:, None]

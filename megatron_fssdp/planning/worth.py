@@ -16,7 +16,7 @@ from megatron_fssdp.planning.cost import (
     with_paying_spares,
 )
 from megatron_fssdp.planning.plan import Int64Array
-from megatron_fssdp.planning.planner import PlanSettings, plan_layers
+from megatron_fssdp.planning.planner import PlanSettings, plan_each
 from megatron_fssdp.planning.quotas import balance
 from megatron_fssdp.planning.schedule import Schedule
 from megatron_fssdp.planning.topology import Topology
@@ -50,17 +50,24 @@ def saved_by_owners(
     """
     nodes, num_ranks = topology.node_of_rank, topology.num_ranks
     copying = copying or Copying()
-    rows = mean_rows(load_LE, num_ranks)
-    settings = with_paying_spares(settings, topology, shape, rate, copying, rows)
-    copied_bytes = round(copying.num_microbatches * copying.replica_bytes(shape))
-    old, new = (plan_layers(load_LE, owner_LE, topology, settings) for owner_LE in (old_LE, new_LE))
+    settings_L = [
+        with_paying_spares(settings, topology, shape, rate, copying, mean_rows(load_E, num_ranks))
+        for load_E in load_LE
+    ]
+    old, new = (plan_each(load_LE, each_LE, topology, settings_L) for each_LE in (old_LE, new_LE))
     seconds = 0.0
-    for load_E, before, after in zip(load_LE, old.layers, new.layers, strict=True):
+    for load_E, before, after in zip(load_LE, old, new, strict=True):
         counts_RE = np.tile(load_E // num_ranks, (num_ranks, 1))
         quotas = [balance(counts_RE, plan, nodes) for plan in (before, after)]
         layer_s = saved_s(quotas[0], before, quotas[1], after, topology, shape, rate)
         seconds += copying.num_microbatches * layer_s
         for plan, sign in ((before, 1), (after, -1)):
-            copies = Schedule.tree(plan, nodes)
-            seconds += sign * schedule_s(copies, topology, copied_bytes)
+            seconds += sign * _copies_s(Schedule.tree(plan, nodes), topology, shape, copying)
     return seconds
+
+
+def _copies_s(schedule: Schedule, topology: Topology, shape: LayerShape, copying: Copying) -> float:
+    """Seconds that a layer's replicas travel in an iteration, each trip by itself."""
+    there_s = schedule_s(schedule, topology, shape.expert_bytes)
+    back_s = schedule_s(schedule, topology, shape.num_params * shape.grad_bytes)
+    return copying.num_microbatches * (copying.fetches * there_s + copying.returns * back_s)

@@ -329,7 +329,8 @@ def test_damaged_loads_and_owners_are_found_before_anything_changes() -> None:
             "predictor": "exponential",
             "state": {"mean": torch.tensor([[5, 1, 1, 1]])},
         }
-        return {"version": 1, "owners": [owners], "loads": [loads], **changes}
+        found = {"version": 2, "num_microbatches": 4, "owners": [owners], "loads": [loads]}
+        return {**found, **changes}
 
     runtime = FSSDPRuntime(FSSDPConfig())
     assert runtime.check_state_dict(state()) is not None
@@ -337,6 +338,7 @@ def test_damaged_loads_and_owners_are_found_before_anything_changes() -> None:
     for damaged in (
         {},
         state(version=7),
+        state(num_microbatches=0),
         state(owners=[{**good["owners"][0], "owner": torch.tensor([[0, 0, 0, 1]])}]),
         state(owners=[{**good["owners"][0], "home": torch.tensor([[0, 0, 0, 1]])}]),
         state(

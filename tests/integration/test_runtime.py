@@ -33,15 +33,15 @@ def _other_plans_on_rank_2(job: Job) -> None:
     """Train, while one rank sees other loads than the rest, as a fault in memory would make it."""
     import numpy as np
 
-    from megatron_fssdp.integration import runtime as module
+    from megatron_fssdp.integration import owners as module
 
-    plan_layers = module.plan_layers
+    plan_each = module.plan_each
 
     def wrong(load_LE: Any, *rest: Any) -> Any:
-        return plan_layers(None if load_LE is None else np.roll(load_LE, 1, axis=1), *rest)
+        return plan_each(np.roll(load_LE, 1, axis=1), *rest)
 
     if dist.get_rank() == 2:
-        module.plan_layers = wrong
+        module.plan_each = wrong
     TinyRun(job).train()
 
 
@@ -67,7 +67,8 @@ def _read_cluster(path: str) -> Any:
     runtime = FSSDPRuntime(FSSDPConfig(fssdp_cluster=path.format(rank=dist.get_rank())))
     runtime.add_layer(8, dist.group.WORLD, dist.group.WORLD, None)
     shared = runtime._layers[0].shared
-    return shared.topology.inter_node.bytes_per_s, shared.rate.flops_per_s
+    links = shared.topology.intra_node, shared.topology.inter_node
+    return *(link.bytes_per_s for link in links), shared.rate.flops_per_s
 
 
 def test_cluster_file_is_read_and_must_be_the_same_everywhere(tmp_path: Path) -> None:
@@ -77,13 +78,24 @@ def test_cluster_file_is_read_and_must_be_the_same_everywhere(tmp_path: Path) ->
             f"  inter_node: {{bytes_per_s: {rank + 1}e9, latency_s: 1e-6}}\n"
             "compute: {flops_per_s: 7e12}\n"
         )
-    assert run_ranks(2, _read_cluster, str(tmp_path / "1.yaml")) == [(2e9, 7e12)] * 2
+    assert run_ranks(2, _read_cluster, str(tmp_path / "1.yaml")) == [(5e9, 2e9, 7e12)] * 2
     for path, sentence in (
         ("{rank}.yaml", "differs between the ranks"),
         ("none.yaml", "cannot be read on rank 0"),
     ):
         for error in run_ranks(2, _read_cluster, str(tmp_path / path), check=False):
             assert sentence in error
+
+
+def test_what_a_cluster_file_leaves_open_is_as_without_one(tmp_path: Path) -> None:
+    """A file with one link gave ranks on CPUs an H100's network."""
+    for line, read in (
+        ("  intra_node: {bytes_per_s: 5e9, latency_s: 1e-6}\n", (5e9, 1e8, 1e10)),
+        ("", (1e9, 1e8, 1e10)),
+    ):
+        path = tmp_path / "cluster.yaml"
+        path.write_text(f"topology:\n  ranks_per_node: 8\n{line}")
+        assert run_ranks(2, _read_cluster, str(path)) == [read] * 2
 
 
 def _plan_digests(job: Job) -> list[str]:

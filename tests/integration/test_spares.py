@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,8 @@ def _settings(
     runtime = FSSDPRuntime(config)
     runtime.add_layer(8, dist.group.WORLD, dist.group.WORLD, shape)
     layer = runtime.layers[0]
-    load_LE = np.full((3, 8), rows * dist.get_world_size() // 8)
-    settings = settings_for(load_LE, layer, config, lambda: num_microbatches)
+    load_E = np.full(8, rows * dist.get_world_size() // 8)
+    settings = settings_for(load_E, layer, config, num_microbatches)
     runtime.close()
     return settings, layer.shared.topology
 
@@ -67,8 +68,45 @@ def test_large_experts_fill_the_slots_that_pay(
     assert first[0].spare_slots == slots
 
 
+def _plans_before_and_after_a_resume() -> list[bytes]:
+    """What follows 128 micro-batches; resumed before one; and what one by itself would get."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_fssdp.integration.runtime import FSSDPRuntime
+
+    plans, state = [], None
+    counts_RE = torch.full((dist.get_world_size(), 16), 1024)
+    counts_RE[:, 0] *= 8
+    for num_microbatches, resumes in ((128, False), (1, True), (1, False)):
+        runtime = FSSDPRuntime(FSSDPConfig(moe_parallel="fssdp", fssdp_cluster=H100))
+        runtime.add_layer(16, dist.group.WORLD, dist.group.WORLD, MIXTRAL)
+        runtime.num_microbatches = partial(int, num_microbatches)
+        if resumes:
+            assert state is not None
+            runtime.load_state_dict(runtime.check_state_dict(state))
+        step = runtime.begin_forward(0, torch.device("cpu"))
+        if not resumes:
+            runtime.record(0, counts_RE, counts_RE.sum(dim=1))
+            weight = torch.nn.Parameter(torch.zeros(1))
+            weight.grad = torch.zeros(1)
+            torch.optim.SGD([weight]).step()
+            step = runtime.begin_forward(0, torch.device("cpu"))
+            state = runtime.state_dict()
+        plans.append(step.plan.slot_expert_RS.tobytes())
+        runtime.close()
+    return plans
+
+
+def test_a_resumed_run_plans_for_the_micro_batches_that_were() -> None:
+    """Where batches grow, it planned for the next iteration's: other spares, another loss."""
+    for before, resumed, another in run_ranks(4, _plans_before_and_after_a_resume):
+        assert before == resumed
+        assert before != another
+
+
 def test_our_own_training_keeps_its_spares() -> None:
-    """The loads of `make train`, planned as it does on gloo: an H100's rates would let none pay."""
+    """The loads of `make train`, planned as on gloo; an H100's rates leave one slot of spares."""
     settings, topology = run_ranks(4, _settings, SMALL, 1024, 1, {})[0]
     counts = training_series(ROOT / "benchmarks" / "data" / "training_loads.npz")
     assert counts is not None
@@ -77,6 +115,7 @@ def test_our_own_training_keeps_its_spares() -> None:
     values = np.concatenate(found)
     assert values.mean() <= 1.01
     assert np.quantile(values, 0.95) <= 1.03
+    assert settings.spare_slots == 2
     without = replace(settings, spare_tokens=None)
     assert _fullest(counts[:, 0], topology, without).mean() > 1.01
 
@@ -94,7 +133,7 @@ def _fullest(counts_TRE: Int64Array, topology: Topology, settings: PlanSettings)
     return np.array(values[WARM_UP:])
 
 
-def _saved_s(job: Job) -> float:
+def _look(job: Job) -> Any:
     run = TinyRun(job)
     run.step(0)
     (resharder,) = run.runtime.owners.resharders.values()
@@ -102,12 +141,20 @@ def _saved_s(job: Job) -> float:
     load_LE[:, : job.num_experts // 2] = 1000
     result = resharder.look(load_LE)
     run.runtime.close()
-    return result.saved_s
+    return result
 
 
-def test_groups_side_by_side_do_not_save_twice() -> None:
-    """A move's worth was that of all expert-parallel groups' loads on the ranks of one."""
-    job = Job(ep=2, steps=2, fssdp={"fssdp_num_replica_slots": 0}).as_fssdp()
-    alone, (two, *_) = run_ranks(2, _saved_s, job), run_ranks(4, _saved_s, job)
-    assert alone[0] > 0
-    assert two == alone[0]
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+def test_groups_side_by_side_do_not_save_twice(distributed_optimizer: bool) -> None:
+    """A move's worth was that of all expert-parallel groups' loads on the ranks of one.
+
+    Its price was that of all their bytes over one link; each group sends over its own.
+    """
+    job = Job(ep=2, steps=2, distributed_optimizer=distributed_optimizer)
+    job = job.as_fssdp(fssdp_num_replica_slots=0)
+    alone, two = run_ranks(2, _look, job)[0], run_ranks(4, _look, job)[0]
+    assert alone.saved_s > 0
+    assert two.saved_s == alone.saved_s
+    assert two.num_bytes > alone.num_bytes
+    # Where groups share the optimizer's state, one may have all of an expert's, or a part.
+    assert 0 < two.move_s <= alone.move_s

@@ -85,14 +85,14 @@ def test_balanced_loads_get_no_replicas():
     assert len(replicas) == 0
 
 
-def test_budget_limits_the_replicas_and_still_helps():
+def test_few_slots_still_help():
     load_LE = np.array([[80, 60, 1, 1, 1, 1, 1, 1]], dtype=np.int64)
     owner_LE, topology = shard_evenly(1, 8, 8), Topology.uniform(8, 4)
     fullest = []
-    for most in (0, 1, 3, None):
-        settings = PlanSettings(most_replicas=most)
+    for num_slots in (0, 1, 2):
+        settings = PlanSettings(num_replica_slots=num_slots)
         plan = plan_layers(load_LE, owner_LE, topology, settings).layer(0)
-        assert most is None or plan.num_replicas <= most
+        assert plan.num_replicas <= 8 * num_slots
         counts_RE = np.zeros((8, 8), dtype=np.int64)
         counts_RE[0] = load_LE[0]
         fullest.append(rank_loads(balance(counts_RE, plan, topology.node_of_rank), plan).max())

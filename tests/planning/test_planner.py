@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.plan import EMPTY
-from megatron_fssdp.planning.planner import PLANNERS, PlanSettings, plan_layers
+from megatron_fssdp.planning.planner import PLANNERS, PlanSettings, plan_each, plan_layers
 from megatron_fssdp.planning.quotas import balance, rank_loads
 from megatron_fssdp.planning.sharding import shard_evenly
 from megatron_fssdp.planning.topology import Topology
@@ -32,6 +33,33 @@ def make_loads(kind, rng, num_layers, num_experts):
     elif kind == "huge":
         load_LE[:, 0] = 2**31
     return load_LE
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("spares", [{}, {"spare_slots": 1}, {"spare_tokens": None}])
+@pytest.mark.parametrize("num_slots", [2, 4])
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_a_layer_gets_in_a_batch_what_it_gets_alone(
+    num_nodes: int, num_slots: int, spares: dict[str, int | None], seed: int
+) -> None:
+    """A resumed run, or one whose experts had moved, planned layers alone: other replicas."""
+    rng = np.random.default_rng(seed)
+    num_ranks, num_experts, num_layers = 16, 64, 24
+    topology = Topology.uniform(num_ranks, num_ranks // num_nodes)
+    # From nearly even to steep, so that layers need different numbers of replicas.
+    skew_L1 = np.linspace(0.1, 1.5, num_layers)[:, None]
+    load_LE = (5000 * rng.lognormal(0, skew_L1, (num_layers, num_experts))).astype(np.int64)
+    even_LE = shard_evenly(num_layers, num_experts, num_ranks)
+    for owner_LE in (even_LE, rng.permuted(even_LE, axis=1), rng.integers(0, 16, even_LE.shape)):
+        wanted = PlanSettings(num_replica_slots=num_slots, **spares)
+        others = replace(wanted, spare_slots=0)
+        settings_L = [others if layer % 5 == 4 else wanted for layer in range(num_layers)]
+        plans = plan_each(load_LE, owner_LE, topology, settings_L)
+        for layer, (plan, its) in enumerate(zip(plans, settings_L, strict=True)):
+            one = slice(layer, layer + 1)
+            alone = plan_layers(load_LE[one], owner_LE[one], topology, its).layer(0)
+            together = plan.with_slots(alone.num_slots)
+            np.testing.assert_array_equal(together.slot_expert_RS, alone.slot_expert_RS)
 
 
 @settings(max_examples=150, deadline=None)

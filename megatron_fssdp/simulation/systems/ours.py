@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
 from megatron_fssdp.planning.cost import Copying, mean_rows, with_paying_spares
 from megatron_fssdp.planning.moves import moves_s, plan_moves
 from megatron_fssdp.planning.plan import Int64Array, LayerPlan
-from megatron_fssdp.planning.planner import PlanSettings
+from megatron_fssdp.planning.planner import plan_each
 from megatron_fssdp.planning.predict import PREDICTORS
 from megatron_fssdp.planning.quotas import balance
 from megatron_fssdp.planning.schedule import traffic
@@ -79,12 +80,15 @@ class Fssdp(Planned):
         micro = self.costs.job.layout.num_microbatches
         return Copying(num_microbatches=micro, rematerializes=self.rematerializes)
 
-    def _settings_for(self, load_LE: Int64Array) -> PlanSettings:
+    def _plan(self, predicted_LE: Int64Array | None) -> Sequence[LayerPlan]:
         """Spares where they pay, as `integration.owners` has it."""
-        rows = mean_rows(load_LE, self.num_ranks)
-        return with_paying_spares(
-            self.settings, self.topology, self.shape, self.rate, self.copying, rows
-        )
+        if predicted_LE is None:
+            return super()._plan(None)
+        args = self.settings, self.topology, self.shape, self.rate, self.copying
+        settings = [
+            with_paying_spares(*args, mean_rows(load_E, self.num_ranks)) for load_E in predicted_LE
+        ]
+        return plan_each(predicted_LE, self.owner_LE, self.topology, settings)
 
     @property
     def assumptions(self) -> tuple[str, ...]:

@@ -61,23 +61,18 @@ class Planned(Predicting):
 
     def place(self, group: int, counts_LRE: Int64Array) -> list[Placed]:
         """Plan from predicted loads, then place the true counts."""
-        predicted_LE = self.predictors[group].predict()
-        settings = self.settings
-        if predicted_LE is not None:
-            settings = self._settings_for(predicted_LE)
-        plan = plan_layers(predicted_LE, self.owner_LE, self.topology, settings)
+        plans = self._plan(self.predictors[group].predict())
         return [
-            self._place(counts_RE, layer)
-            for counts_RE, layer in zip(counts_LRE, plan.layers, strict=True)
+            self._place(counts_RE, plan) for counts_RE, plan in zip(counts_LRE, plans, strict=True)
         ]
 
     def move_bytes(self) -> int:
         """Two experts' state at most are in flight on a rank, if experts move."""
         return self.two_states() if self.options.reshard_interval else 0
 
-    def _settings_for(self, load_LE: Int64Array) -> PlanSettings:
-        """Return the planner's settings for (L, E) predicted tokens."""
-        return self.settings
+    def _plan(self, predicted_LE: Int64Array | None) -> Sequence[LayerPlan]:
+        """Plan all layers for (L, E) predicted tokens; None: not known."""
+        return plan_layers(predicted_LE, self.owner_LE, self.topology, self.settings).layers
 
     def _look(self, index: int, load_LE: Int64Array) -> tuple[int, float]:
         """Move a stage's experts, or not; return how many, and the seconds.
