@@ -112,8 +112,9 @@ class FSSDPConfig:
     it; the same on all ranks. Default: an H100 cluster's; over gloo, rough figures of CPUs."""
 
     fssdp_check_plans: bool = False
-    """Prove in each iteration that all ranks made the same plans, and in each dispatch that they
-    made the same quotas (small messages); stop with the first difference if not."""
+    """Prove in each iteration that all ranks made the same plans, and in each dispatch that is told
+    of quotas (--fssdp-quotas host, alltoall) that they made the same ones; stop all ranks with the
+    first difference if not. Costs small messages."""
 
     fssdp_log_plan: int = 0
     """Iterations between two printed lines of balance, replicas and copied megabytes; 0: none."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from megatron_fssdp.integration.agreement import all_agree
 from megatron_fssdp.planning.quotas import Messages
 
 
@@ -65,9 +66,15 @@ class ToldAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
         if self.ep_size > 1:
             is_same &= self.input_splits.tolist() == messages.sent_R.tolist()
             is_same &= self.output_splits.tolist() == messages.received_RS.sum(axis=1).tolist()
-        if not is_same:
+        # All together, before the tokens' exchange, in which the others would hang.
+        if not all_agree(is_same, self.tp_ep_group):
+            found = "the others' differ from this rank's"
+            if not is_same:
+                found = (
+                    f"rank {self.ep_rank} expects {told_S.tolist()} tokens in its slots and is sent "
+                    f"{tokens_S.tolist()}"
+                )
             raise RuntimeError(
-                f"ranks made different quotas: expert-parallel rank {self.ep_rank} expects "
-                f"{told_S.tolist()} tokens in its slots, the ranks send {tokens_S.tolist()}; do "
+                f"--fssdp-check-plans: expert-parallel ranks made different quotas ({found}); do "
                 "all run the same versions of megatron-fssdp and numpy?"
             )

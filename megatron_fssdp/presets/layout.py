@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -103,12 +104,8 @@ class Memory:
         return self.state + self.replicas + self.activations + RESERVED_BYTES
 
 
-def read_layout(args: Args, num_gpus: int) -> Layout:
-    """Read the sizes from Megatron's flags, and check that they divide.
-
-    Raises:
-        ValueError: they do not; the message has the flags and the numbers.
-    """
+def _parallel_sizes(args: Args) -> tuple[int, int, int, int, int]:
+    """TP, PP, CP, EP and ETP; ValueError where a count is none."""
     for flag in COUNTS:
         if flag in args and not (type(args[flag]) is int and args[flag] > 0):
             given = "" if args[flag] is True else f" {args[flag]}"
@@ -117,7 +114,22 @@ def read_layout(args: Args, num_gpus: int) -> Layout:
         args.get(f"--{name}-parallel-size", 1)
         for name in ("tensor-model", "pipeline-model", "context", "expert-model")
     )
-    etp = args.get("--expert-tensor-parallel-size", tp)
+    return tp, pp, cp, ep, args.get("--expert-tensor-parallel-size", tp)
+
+
+def least_gpus(args: Args) -> int:
+    """Return the fewest GPUs that the parallel sizes among these flags can have."""
+    tp, pp, cp, ep, etp = _parallel_sizes(args)
+    return math.lcm(tp * pp * cp, ep * etp * pp)
+
+
+def read_layout(args: Args, num_gpus: int) -> Layout:
+    """Read the sizes from Megatron's flags, and check that they divide.
+
+    Raises:
+        ValueError: they do not; the message has the flags and the numbers.
+    """
+    tp, pp, cp, ep, etp = _parallel_sizes(args)
     for what, size, flags in (
         ("TP x PP x CP", tp * pp * cp, "--tensor-model-, --pipeline-model-, --context-"),
         ("EP x ETP x PP", ep * etp * pp, "--expert-model-, --expert-tensor-, --pipeline-model-"),

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from megatron_fssdp.planning.cost import LayerShape
 from megatron_fssdp.presets.files import Preset, choose_layout, merge, read_preset, to_words
-from megatron_fssdp.presets.layout import Layout, kept_of_token, read_layout
+from megatron_fssdp.presets.layout import Layout, kept_of_token, least_gpus, read_layout
 from megatron_fssdp.presets.sizes import Sizes, count_parameters, is_gated
 
 Recompute = Literal["none", "moe", "full"]
@@ -140,7 +140,7 @@ def read_job(
 
     Args:
         name: of a preset, or the path of a file like one.
-        num_ranks: W; None: what the preset's smallest layout is for.
+        num_ranks: W; None: what the preset's smallest layout is for, or what its sizes need.
         changes: flags that replace the preset's.
 
     Raises:
@@ -148,7 +148,8 @@ def read_job(
     """
     preset = read_preset(name)
     if num_ranks is None:
-        num_ranks = min(preset.layouts, default=1)
+        # A run's own model file has no layouts: what its parallel sizes need at least.
+        num_ranks = min(preset.layouts) if preset.layouts else least_gpus(preset.args)
     args = merge([preset.args, choose_layout(preset, num_ranks), changes or {}])
     return with_fssdp_args(job_from_flags(args, preset.name, num_ranks), preset)
 

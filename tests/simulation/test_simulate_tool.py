@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from megatron_fssdp.cli import app
 from megatron_fssdp.presets.files import find_file
+from megatron_fssdp.simulation.model import read_job
 from megatron_fssdp.simulation.result import read_result
 
 COMMAND = "simulate --model gpt_moe_s --cluster a100_hgx --nodes 1 --global-batch 8"
@@ -40,7 +41,7 @@ def test_what_quotas_take_is_said_and_can_be_given(tmp_path) -> None:
     words = f"{COMMAND} --trace zipf:0.8 --systems ep,fssdp --iterations 1"
     assumed = " ".join(run(words).split())
     assert "FSSDP waits 482 us for its quotas in each MoE layer" in assumed
-    assert "as measured on a CPU core, for 8 ranks" in assumed
+    assert "the host's part as measured on a core, for 8 ranks" in assumed
     given = " ".join(run(f"{words} --planning-us 250").split())
     assert "FSSDP waits 250 us" in given
     assert "as given" in given
@@ -127,3 +128,17 @@ def test_the_table_fits_a_terminal_and_a_pipe_is_wide() -> None:
     assert all(len(line.rstrip()) <= 80 for line in rows)
     assert "peak GB" in rows[0]
     assert max(map(len, lines)) > 80
+
+
+def test_a_model_file_without_layouts_is_simulated_on_what_it_needs(tmp_path) -> None:
+    """As `--fssdp-record-trace` writes them: nobody has said how many GPUs."""
+    values = yaml.safe_load(find_file("models", "gpt_moe_s").read_text())
+    values.pop("LAYOUTS")
+    values["MODEL_ARGS"] |= {
+        "--expert-model-parallel-size": 4,
+        "--expert-tensor-parallel-size": 1,
+        "--tensor-model-parallel-size": 2,
+        "--pipeline-model-parallel-size": 3,
+    }
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
+    assert read_job(str(tmp_path / "mine.yaml")).layout.num_ranks == 12

@@ -115,7 +115,7 @@ def test_todays_quotas_are_charged_unless_something_else_is_known(
     assert "as given" in advise(slow)[2]
     said = advise(advice)[2]
     assert f"{1e6 * advice.planning_s:,.0f} us" in said
-    assert "as measured on a CPU core" in said
+    assert "as measured on a core" in said
     assert "Break-even" in said
     assert any("--planning-us" in note for note in advice.notes)
     assert fssdp_planning(cluster, None, 8)[0] == host_quotas_s(8) < host_quotas_s(64)
