@@ -5,7 +5,8 @@
 DeepSeek-V3 on 8 to 256 nodes of 8 H100, Mixtral 8x22B on 16 to 128, Qwen3-235B on 1 to 8 GB200
 NVL72 racks; EP, LAER, MoonEP-style, FSSDP. DeepSeek-V3 from 16 nodes and Mixtral have layouts of
 their presets; DeepSeek-V3 on 8 nodes has a smaller one of ours, Qwen3 one of ours for its racks.
-FSSDP takes the preset's FSSDP_ARGS for so many nodes. What does not fit a GPU's memory is drawn hollow.
+FSSDP takes the preset's FSSDP_ARGS for so many nodes. What does not fit a GPU's memory is drawn
+hollow.
 
     python benchmarks/scale.py [--iterations 2] [--processes 2] [--output docs/scale.png]
         [--json FILE | --from-json FILE]

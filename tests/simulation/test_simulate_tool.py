@@ -138,6 +138,7 @@ def test_a_model_file_without_layouts_is_simulated_on_what_it_needs(tmp_path) ->
         "--expert-model-parallel-size": 4,
         "--expert-tensor-parallel-size": 1,
         "--tensor-model-parallel-size": 2,
+        "--sequence-parallel": True,
         "--pipeline-model-parallel-size": 3,
     }
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
