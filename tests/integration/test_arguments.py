@@ -23,6 +23,7 @@ FLAGS = {
     "--fssdp-reshard-interval": None,
     "--fssdp-sharding": "swaps",
     "--fssdp-owners": None,
+    "--fssdp-quotas": "host",
     "--fssdp-collectives": "auto",
     "--fssdp-etp-schedule": "auto",
     "--fssdp-overlap": "on",
@@ -66,7 +67,8 @@ def test_values_are_plain_and_typed(parser: ArgumentParser) -> None:
         "--moe-parallel fssdp --fssdp-num-replica-slots 3"
         " --fssdp-predictor sliding --fssdp-prediction-window 7"
         " --fssdp-overlap-degree 4 --fssdp-ranks-per-node 8 --fssdp-planner load"
-        " --fssdp-balance-tolerance 0.1 --fssdp-log-plan 10 --fssdp-record-trace runs/x"
+        " --fssdp-balance-tolerance 0.1 --fssdp-quotas device"
+        " --fssdp-log-plan 10 --fssdp-record-trace runs/x"
         " --fssdp-reshard-interval 50 --fssdp-sharding load --fssdp-owners o.json"
         " --fssdp-collectives tree --fssdp-etp-schedule fused"
         " --fssdp-overlap off --fssdp-rematerialize --fssdp-calibration"
@@ -74,7 +76,7 @@ def test_values_are_plain_and_typed(parser: ArgumentParser) -> None:
     )
     config = FSSDPConfig.from_args(parser.parse_args(words.split()))
     values = [getattr(config, field.name) for field in fields(config)]
-    ours = ["fssdp", 3, "sliding", 7, "4", 8, "load", 0.1]
+    ours = ["fssdp", 3, "sliding", 7, "4", 8, "load", 0.1, "device"]
     copies = [50, "load", "o.json", "tree", "fused", "off", True, True, "param", "c.yaml", True]
     assert values == [*ours, *copies, 10, "runs/x"]
     assert {type(value) for value in values} == {str, int, float, bool}
