@@ -82,14 +82,14 @@ def _forget_the_own_ranks_tokens() -> None:
     """Tell the dispatcher of no token that stays on its rank for a replicated expert."""
     from megatron_fssdp.planning import quotas
 
-    stock = quotas._received
+    stock = quotas._split_sources
 
-    def received(*args: Any) -> Any:
-        received_RK, (*_, rank, at_K), rooms = stock(*args), args, args[1]
-        received_RK[rank] -= rooms.local_N[at_K]
-        return received_RK
+    def split_sources(counts_RE: Any, rooms: Any, tables: Any, at_K: Any) -> Any:
+        split_RK = stock(counts_RE, rooms, tables, at_K)
+        split_RK[tables.rank_N[at_K], range(len(at_K))] -= rooms.local_N[at_K]
+        return split_RK
 
-    quotas._received = received
+    quotas._split_sources = split_sources
 
 
 def _tell_the_dispatcher_what_was_told_before() -> None:

@@ -92,8 +92,9 @@ class LayerStep:
         counts, nodes = counts_RE.numpy(), self.topology.node_of_rank
         quota_EI = balance(counts, self.plan, nodes, self.tolerance)
         messages = messages_of(counts, quota_EI, self.plan, nodes, rank)
-        loads_R = torch.from_numpy(rank_loads(quota_EI, self.plan))
-        return Split(send_array(messages.split_EI, self.device), loads_R, messages)
+        # First what the device waits for.
+        split_EI = send_array(messages.split_EI, self.device)
+        return Split(split_EI, torch.from_numpy(rank_loads(quota_EI, self.plan)), messages)
 
 
 def calibrate_step(

@@ -18,7 +18,8 @@ import numpy as np
 
 from megatron_fssdp.planning.plan import EMPTY, Int64Array, LayerPlan
 from megatron_fssdp.planning.planner import PlanSettings
-from megatron_fssdp.planning.quotas import rank_loads, split_source
+from megatron_fssdp.planning.quota_tables import quota_tables
+from megatron_fssdp.planning.quotas import rank_loads, split_sources
 from megatron_fssdp.planning.schedule import RELAY_FANOUT, Schedule, traffic
 from megatron_fssdp.planning.topology import Topology
 
@@ -222,13 +223,13 @@ def token_traffic(
     counts_RE: Int64Array, quota_EI: Int64Array, plan: LayerPlan, node_of_rank: Sequence[int]
 ) -> Int64Array:
     """Return the (R, R) int64 tokens that each rank (row) sends to each (column); one trip."""
-    is_instance = plan.instance_rank_EI != EMPTY
-    rank = plan.instance_rank_EI[is_instance]
+    tables = quota_tables(plan, node_of_rank)
+    # By the rank that computes; sources are columns until the end.
     tokens_RR = np.zeros((plan.num_ranks, plan.num_ranks), dtype=np.int64)
-    for source in range(plan.num_ranks):
-        split_EI = split_source(counts_RE, quota_EI, plan, node_of_rank, source)
-        np.add.at(tokens_RR[source], rank, split_EI[is_instance])
-    return tokens_RR
+    np.add.at(tokens_RR, tables.owner_E, (counts_RE * tables.single_E).T)
+    split_RN = split_sources(counts_RE, quota_EI, plan, node_of_rank)
+    np.add.at(tokens_RR, tables.rank_N, split_RN.T)
+    return tokens_RR.T
 
 
 def tokens_between_nodes(

@@ -162,6 +162,25 @@ def split_source(
     return _split(counts_RE[source], split_N, tables, quota_EI.shape[1])
 
 
+def split_sources(
+    counts_RE: Int64Array, quota_EI: Int64Array, plan: LayerPlan, node_of_rank: Sequence[int]
+) -> Int64Array:
+    """Return `split_source` of all sources, for the instances of replicated experts.
+
+    Args:
+        counts_RE: (R, E) integers, tokens of each source rank for each expert.
+        quota_EI: (E, I) int64, as `balance` returns it for these counts.
+        plan: where the instances are.
+        node_of_rank: (R,) the node of each rank.
+
+    Returns:
+        (R, N) int64; the N instances are in the order of `quota_tables`.
+    """
+    tables = quota_tables(plan, node_of_rank)
+    rooms = _rooms(counts_RE, quota_EI, tables)
+    return _split_sources(counts_RE, rooms, tables, np.arange(len(tables.rank_N)))
+
+
 @dataclass(frozen=True, eq=False)
 class Messages:
     """What one rank sends in the dispatch, and what arrives there: `messages_of` makes it.
@@ -202,7 +221,7 @@ class Messages:
             expert_K = tables.expert_X[tables.expert_N[at_K]]
             physical_K = plan.instance_physical_EI[expert_K, tables.column_N[at_K]]
             slot_K = physical_K - rank * plan.num_slots
-            received_RS[:, slot_K] = _received(self._counts_RE, self._rooms, tables, rank, at_K)
+            received_RS[:, slot_K] = _split_sources(self._counts_RE, self._rooms, tables, at_K)
         return received_RS
 
 
@@ -303,34 +322,39 @@ def _sent(counts_RE: Int64Array, rooms: _Rooms, tables: QuotaTables, source: int
     return split_N
 
 
-def _received(
-    counts_RE: Int64Array, rooms: _Rooms, tables: QuotaTables, rank: int, at_K: Int64Array
+def _split_sources(
+    counts_RE: Int64Array, rooms: _Rooms, tables: QuotaTables, at_K: Int64Array
 ) -> Int64Array:
-    """(R, K) tokens of each source for the K replicated experts' instances on this rank."""
-    x_K, number_X = tables.expert_N[at_K], np.full(len(tables.first_X), EMPTY)
-    number_X[x_K] = np.arange(len(at_K))
+    """(R, K) tokens of every source for some instances, `at_K`, of replicated experts."""
+    # Of each expert once: u_K says which of them an instance's is.
+    x_U, u_K = np.unique(tables.expert_N[at_K], return_inverse=True)
+    number_X = np.full(len(tables.first_X), EMPTY)
+    number_X[x_U] = np.arange(len(x_U))
     # What of each source's tokens does not stay on its rank; as everything below, by node.
-    left_RK = counts_RE[:, tables.expert_X[x_K]].astype(np.int64)
-    k_N = number_X[tables.expert_N]
-    is_mine_N = k_N != EMPTY
-    left_RK[tables.rank_N[is_mine_N], k_N[is_mine_N]] -= rooms.local_N[is_mine_N]
-    left_RK, node_R = left_RK[tables.by_node_R], tables.node_R[tables.by_node_R]
-    run_RK = np.cumsum(left_RK, axis=0) - left_RK
-    before_RK = run_RK - run_RK[tables.node_start][node_R]
+    left_RU = counts_RE[:, tables.expert_X[x_U]].astype(np.int64)
+    u_N = number_X[tables.expert_N]
+    is_asked_N = u_N != EMPTY
+    left_RU[tables.rank_N[is_asked_N], u_N[is_asked_N]] -= rooms.local_N[is_asked_N]
+    left_RU, node_R = left_RU[tables.by_node_R], tables.node_R[tables.by_node_R]
+    run_RU = np.cumsum(left_RU, axis=0) - left_RU
+    before_RU = run_RU - run_RU[tables.node_start][node_R]
 
-    node = int(tables.node_R[rank])
-    near_RK = _overlap(before_RK, left_RK, rooms.near_start_N[at_K], rooms.near_N[at_K])
-    received_RK = (node_R == node)[:, None] * near_RK
-    room_MK = rooms.room_MX[:, x_K]
-    far_MK = np.maximum(rooms.sent_MX[:, x_K] - room_MK, 0)
-    room_RK, ahead_MK = room_MK[node_R], np.cumsum(far_MK, axis=0) - far_MK
-    before_far_RK = ahead_MK[node_R] + np.maximum(before_RK - room_RK, 0)
-    far_RK = left_RK - _overlap(before_RK, left_RK, 0, room_RK)
-    received_RK += _overlap(before_far_RK, far_RK, rooms.far_start_N[at_K], rooms.far_N[at_K])
-    result_RK: Int64Array = np.empty_like(received_RK)
-    result_RK[tables.by_node_R] = received_RK
-    result_RK[rank] += rooms.local_N[at_K]
-    return result_RK
+    is_near_RK = node_R[:, None] == tables.node_N[at_K]
+    near_start_K, near_K = rooms.near_start_N[at_K], rooms.near_N[at_K]
+    split_RK: Int64Array = _overlap(before_RU[:, u_K], left_RU[:, u_K], near_start_K, near_K)
+    split_RK *= is_near_RK
+    room_MU = rooms.room_MX[:, x_U]
+    far_MU = np.maximum(rooms.sent_MX[:, x_U] - room_MU, 0)
+    if far_MU.any():
+        room_RU, ahead_MU = room_MU[node_R], np.cumsum(far_MU, axis=0) - far_MU
+        before_far_RU = ahead_MU[node_R] + np.maximum(before_RU - room_RU, 0)
+        far_RU = left_RU - _overlap(before_RU, left_RU, 0, room_RU)
+        far_start_K, far_K = rooms.far_start_N[at_K], rooms.far_N[at_K]
+        split_RK += _overlap(before_far_RU[:, u_K], far_RU[:, u_K], far_start_K, far_K)
+    if not tables.is_by_node:
+        split_RK = split_RK[np.argsort(tables.by_node_R)]
+    split_RK[tables.rank_N[at_K], np.arange(len(at_K))] += rooms.local_N[at_K]
+    return split_RK
 
 
 def _room_before(room_N: Int64Array, tables: QuotaTables) -> Int64Array:

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_fssdp.planning.plan import EMPTY, Int64Array, LayerPlan
-from megatron_fssdp.planning.quota_tables import QuotaTables, quota_tables
+from megatron_fssdp.planning.quota_tables import quota_tables
+from megatron_fssdp.planning.quotas import split_sources
 
 Float64Array = npt.NDArray[np.float64]
 Number = npt.NDArray[np.float64] | Int64Array
@@ -61,8 +62,6 @@ def flow_of_quotas(
 ) -> Flow:
     """Return the flow under this project's quotas.
 
-    It is that of `planning.quotas.split_source` for all sources at once.
-
     Args:
         counts_RE: (R, E) int64, tokens of each source for each expert.
         quota_EI: (E, I) int64, as `quotas.balance` returns it for these counts.
@@ -76,55 +75,9 @@ def flow_of_quotas(
     single_RE = counts_RE * tables.single_E
     tokens_RR = single_RE @ _one_hot(plan.owner_E, num_ranks)
     if len(tables.expert_X):
-        split_RN = _split_all(counts_RE, quota_EI, tables)
+        split_RN = split_sources(counts_RE, quota_EI, plan, node_of_rank)
         tokens_RR = tokens_RR + split_RN @ _one_hot(tables.rank_N, num_ranks)
     return Flow(rank_N, rows_N, tokens_RR)
-
-
-def _split_all(counts_RE: Int64Array, quota_EI: Int64Array, tables: QuotaTables) -> Int64Array:
-    """(R, N) tokens of each source for each instance of a replicated expert."""
-    expert_N, rank_N, node_N = tables.expert_N, tables.rank_N, tables.node_N
-    room_N = quota_EI[tables.expert_X[expert_N], tables.column_N]
-    left_RX = counts_RE[:, tables.expert_X]
-    num_ranks, num_replicated = left_RX.shape
-    # 1. Own rank.
-    local_N = np.minimum(left_RX[rank_N, expert_N], room_N)
-    split_RN = np.zeros((num_ranks, len(rank_N)), dtype=np.int64)
-    split_RN[rank_N, np.arange(len(rank_N))] = local_N
-    left_RX = left_RX.copy()
-    left_RX[rank_N, expert_N] -= local_N
-    room_N = room_N - local_N
-    # 2. Own node: sources' tokens laid end to end in rank order, against its instances' room.
-    num_nodes = len(tables.node_start)
-    order, node_R = tables.by_node_R, tables.node_R
-    run_RX = np.cumsum(left_RX[order], axis=0)
-    sent_MX = np.add.reduceat(left_RX[order], tables.node_start, axis=0)
-    before_node_MX = np.cumsum(sent_MX, axis=0) - sent_MX
-    before_RX = np.empty_like(left_RX)
-    before_RX[order] = run_RX - left_RX[order] - before_node_MX[node_R[order]]
-    run_N = np.concatenate([[0], np.cumsum(room_N[tables.by_node_N])])
-    place_N = np.empty_like(room_N)
-    place_N[tables.by_node_N] = np.arange(len(room_N))
-    offset_N = run_N[place_N] - run_N[tables.group_start_N]
-    room_MX = np.zeros((num_nodes, num_replicated), dtype=np.int64)
-    np.add.at(room_MX, (node_N, expert_N), room_N)
-    is_near_RN = node_R[:, None] == node_N
-    split_RN += is_near_RN * _overlap(
-        before_RX[:, expert_N], left_RX[:, expert_N], offset_N, room_N
-    )
-    room_N = room_N - _overlap(0, sent_MX[node_N, expert_N], offset_N, room_N)
-    # 3. Anywhere: what the nodes could not keep, node after node.
-    far_MX = np.maximum(sent_MX - room_MX, 0)
-    if not far_MX.any():
-        return split_RN
-    before_far_MX = np.cumsum(far_MX, axis=0) - far_MX
-    room_RX = room_MX[node_R]
-    before_far_RX = before_far_MX[node_R] + np.maximum(before_RX - room_RX, 0)
-    far_RX = left_RX - _overlap(before_RX, left_RX, 0, room_RX)
-    run_N = np.cumsum(room_N) - room_N
-    offset_N = run_N - run_N[tables.first_X][expert_N]
-    split_RN += _overlap(before_far_RX[:, expert_N], far_RX[:, expert_N], offset_N, room_N)
-    return split_RN
 
 
 def flow_by_locality(
@@ -169,12 +122,3 @@ def _one_hot(rank_N: Int64Array, num_ranks: int) -> Float64Array:
     one_hot = np.zeros((len(rank_N), num_ranks))
     one_hot[np.arange(len(rank_N)), rank_N] = 1.0
     return one_hot
-
-
-def _overlap(
-    start_a: Int64Array | int, length_a: Int64Array, start_b: Int64Array | int, length_b: Int64Array
-) -> Int64Array:
-    """Length of the overlap of the intervals [start, start + length)."""
-    end = np.minimum(start_a + length_a, start_b + length_b)
-    overlap: Int64Array = np.maximum(end - np.maximum(start_a, start_b), 0)
-    return overlap

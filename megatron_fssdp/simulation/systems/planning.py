@@ -42,10 +42,8 @@ def fssdp_planning(cluster: Cluster, given_s: float | None, num_ranks: int) -> t
         return given_s, "as given"
     if cluster.planning_s is not None:
         return cluster.planning_s, f"as cluster {cluster.name} says"
-    seconds, source = (
-        host_quotas_s(num_ranks),
-        f"the host's part as measured on a core, for {num_ranks} ranks",
-    )
+    seconds = host_quotas_s(num_ranks)
+    source = f"the host's part as measured on a core, for {num_ranks} ranks"
     # Ranks on CPUs have no device that waits.
     return (seconds - RETURN_S if cluster.shared_cores else seconds), source
 
