@@ -41,6 +41,8 @@ from megatron_fssdp.simulation.loads import (
 )
 
 TRAINING_LOADS = Path(__file__).parent / "data" / "training_loads.npz"
+# What `cost.DRIFT` stands for: the second slot's spares against the first's alone.
+ONE_SPARE_SLOT = PlanSettings(spare_slots=1)
 Row = dict[str, Any]
 
 
@@ -314,7 +316,9 @@ def training_rows() -> list[Row]:
         for iteration, counts_RE in enumerate(training[:, layer]):
             predicted = predictor.predict()
             if predicted is not None and iteration >= WARM_UP:
-                for name, plan in plans(predicted[0], owner_E, topology, 2):
+                one = plan_layers(predicted, owner_E[None], topology, ONE_SPARE_SLOT).layer(0)
+                every = plans(predicted[0], owner_E, topology, 2)
+                for name, plan in (*every, (f"{OURS}, spares in one slot", one)):
                     load_R = rank_loads(balance(counts_RE, plan, topology.node_of_rank), plan)
                     found.setdefault(name, []).append(
                         float(load_R.max()) / max(-(-int(load_R.sum()) // num_ranks), 1)

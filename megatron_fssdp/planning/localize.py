@@ -11,7 +11,7 @@ from megatron_fssdp.planning.plan import Int64Array
 from megatron_fssdp.planning.quota_tables import QuotaTables
 
 # The second pass uses the room that the first made, and what it left where an expert lacked less
-# than its part. Measured on the benchmark's cells: further ones find next to nothing.
+# than its part.
 LOCAL_PASSES = 2
 
 
