@@ -11,9 +11,11 @@ backwards, last stage first, and sums on the way.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import cycle
+from operator import attrgetter
 
 import numpy as np
 
@@ -75,9 +77,12 @@ class Schedule:
     ) -> Schedule:
         """Let an expert cross to each node once.
 
-        The rank that receives for its node is the one that has received and sent the fewest
-        copies over the network so far, and inside a node those relay first that have relayed
-        least: so that no adapter, and no rank's memory for what arrives, takes more than its share.
+        A stage takes as long as the node that sends or receives most in it: of the nodes that an
+        expert must reach, those come first that have received least in that stage so far, and
+        those send on that have sent least. The rank that receives for its node is the one that has
+        received and sent the fewest copies over the network, and inside a node those relay first
+        that have relayed least: so that no adapter, and no rank's memory for what arrives, takes
+        more than its share. Experts that reach few nodes leave no choice and come first.
 
         Args:
             plan: the placement to reach.
@@ -85,15 +90,24 @@ class Schedule:
             present: replicas that are there already and need no message. They relay nothing.
             fanout: messages of one expert that a rank sends to other nodes, and inside its own.
         """
-        by_stage: defaultdict[int, list[Copy]] = defaultdict(list)
-        work = (Counter[int](), Counter[int]())
+        trees = []
         for expert, owner, ranks, slot_of in _missing(plan, present):
-            links = _spread(owner, ranks, node_of_rank, work, fanout)
-            for stage, sender, receiver in sorted(links, key=lambda link: link[2]):
+            by_node: dict[int, list[int]] = {node_of_rank[owner]: []}
+            for rank in ranks:
+                by_node.setdefault(node_of_rank[rank], []).append(rank)
+            trees.append((len(by_node), expert, owner, by_node, slot_of))
+        trees.sort(key=lambda tree: tree[:2])
+        by_stage: defaultdict[int, list[Copy]] = defaultdict(list)
+        work = _Work(node_of_rank, fanout)
+        for _, expert, owner, by_node, slot_of in trees:
+            for stage, sender, receiver in work.spread(owner, by_node):
                 by_stage[stage].append(
                     Copy(expert, sender, slot_of[sender], receiver, slot_of[receiver])
                 )
-        return cls(tuple(tuple(by_stage[stage]) for stage in range(len(by_stage))))
+        in_order = attrgetter("expert", "receiver")
+        return cls(
+            tuple(tuple(sorted(by_stage[stage], key=in_order)) for stage in range(len(by_stage)))
+        )
 
     @cached_property
     def copies(self) -> tuple[Copy, ...]:
@@ -146,39 +160,68 @@ def _missing(
             yield expert, members[0], ranks, dict(zip(members, slots, strict=False))
 
 
-def _spread(
-    owner: int,
-    ranks: Sequence[int],
-    node_of_rank: Sequence[int],
-    work: tuple[Counter[int], Counter[int]],
-    fanout: int,
-) -> list[tuple[int, int, int]]:
-    """List (stage, sender, receiver) of one expert's tree.
+# Of a tree: stage, sender and receiver.
+_Link = tuple[int, int, int]
 
-    `work` counts, over all experts, each rank's crossings (sent and received) and relays inside
-    its node.
+
+class _Work:
+    """What the trees so far let ranks and nodes do; it gives the next one to those that do least.
+
+    Attributes:
+        crossings: by rank, copies sent and received over the network.
+        relays: by rank, copies sent inside its node.
+        sent, received: by stage and node, copies over the network.
     """
-    crossings, relays = work
-    by_node: dict[int, list[int]] = {}
-    for rank in ranks:
-        by_node.setdefault(node_of_rank[rank], []).append(rank)
-    at_home = by_node.pop(node_of_rank[owner], [])
-    heads = [min(group, key=lambda rank: (crossings[rank], rank)) for group in by_node.values()]
-    lines = [(crossings, owner, heads), (relays, owner, at_home)]
-    for head, members in zip(heads, by_node.values(), strict=True):
-        lines.append((relays, head, [rank for rank in members if rank != head]))
-    links = []
-    stage_of = {owner: 0}
-    for counts, first, others in lines:
-        line = [first, *sorted(others, key=lambda rank: (counts[rank], rank))]
+
+    def __init__(self, node_of_rank: Sequence[int], fanout: int) -> None:
+        self.node_of_rank, self.fanout = node_of_rank, fanout
+        self.crossings, self.relays = Counter[int](), Counter[int]()
+        self.sent, self.received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+
+    def spread(self, owner: int, by_node: Mapping[int, list[int]]) -> list[_Link]:
+        """Return one expert's tree from its owner to the ranks of each node, the owner's first."""
+        home, *away = by_node
+        heads = {
+            node: min(by_node[node], key=lambda rank: (self.crossings[rank], rank)) for node in away
+        }
+        links = self._cross(owner, heads)
+        stage_of = {owner: 0} | {receiver: stage + 1 for stage, _, receiver in links}
+        links += self._relay(owner, 0, by_node[home])
+        for node, head in heads.items():
+            others = [rank for rank in by_node[node] if rank != head]
+            links += self._relay(head, stage_of[head], others)
+        return links
+
+    def _cross(self, owner: int, heads: dict[int, int]) -> list[_Link]:
+        """Send to the head of each node, stage by stage: who has received sends in the next."""
+        links: list[_Link] = []
+        left, senders, stage = dict(heads), [owner], 0
+        while left:
+            senders.sort(key=lambda rank: self._key(self.sent, stage, rank))
+            order = sorted(left.values(), key=lambda rank: self._key(self.received, stage, rank))
+            receivers = order[: self.fanout * len(senders)]
+            for receiver, sender in zip(receivers, cycle(senders), strict=False):
+                links.append((stage, sender, receiver))
+                self.sent[stage, self.node_of_rank[sender]] += 1
+                self.received[stage, self.node_of_rank[receiver]] += 1
+                self.crossings.update((sender, receiver))
+                del left[self.node_of_rank[receiver]]
+            senders, stage = receivers, stage + 1
+        return links
+
+    def _key(self, count: Counter[tuple[int, int]], stage: int, rank: int) -> tuple[int, int, int]:
+        return count[stage, self.node_of_rank[rank]], self.crossings[rank], rank
+
+    def _relay(self, first: int, stage: int, others: list[int]) -> list[_Link]:
+        """Send from a rank to others of its node, each to `fanout` more."""
+        line = [first, *sorted(others, key=lambda rank: (self.relays[rank], rank))]
+        stage_of, links = {first: stage}, []
         for position in range(1, len(line)):
-            sender, receiver = line[(position - 1) // fanout], line[position]
+            sender, receiver = line[(position - 1) // self.fanout], line[position]
             links.append((stage_of[sender], sender, receiver))
             stage_of[receiver] = stage_of[sender] + 1
-            counts[sender] += 1
-            if counts is crossings:
-                counts[receiver] += 1
-    return links
+            self.relays[sender] += 1
+        return links
 
 
 def traffic(copies: Iterable[Copy], num_ranks: int) -> Int64Array:

@@ -66,6 +66,22 @@ def test_tree_crosses_to_each_node_once() -> None:
     assert Schedule.flat(plan).num_far((0, 0, 1, 1, 2, 2)) == 8
 
 
+def test_nodes_take_turns_in_the_stages_of_trees() -> None:
+    """Six ranks of the first of 4 nodes own an expert each, which a rank of each other node needs.
+
+    No rank has two replicas. An owner sends to two nodes, and the third waits for the second
+    stage: every node in turn, and every node sends in turn.
+    """
+    expert_R = np.arange(24) % 6
+    slots = np.stack([expert_R, np.full(24, EMPTY)], axis=1)
+    slots[6:] = np.stack([np.arange(6, 24), expert_R[6:]], axis=1)
+    nodes = np.arange(24) // 6
+    first, second = Schedule.tree(LayerPlan(np.arange(24), slots), nodes.tolist()).stages
+    assert Counter(nodes[copy.receiver] for copy in first) == {1: 4, 2: 4, 3: 4}
+    assert Counter(nodes[copy.receiver] for copy in second) == {1: 2, 2: 2, 3: 2}
+    assert Counter(nodes[copy.sender] for copy in second) == {1: 2, 2: 2, 3: 2}
+
+
 @given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 5))
 def test_trees_deliver_what_flat_delivers(seed: int, fanout: int, per_node: int) -> None:
     """Every replica is sent once, by a rank that has it by then; senders keep to the fan-out."""
