@@ -13,12 +13,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from megatron_fssdp.simulation.apart import simulate_apart
 from megatron_fssdp.simulation.cluster import Cluster
 from megatron_fssdp.simulation.model import Job
 from megatron_fssdp.simulation.report import write_report
 from megatron_fssdp.simulation.report.words import gigabytes
 from megatron_fssdp.simulation.result import Result, SystemResult, write_result
-from megatron_fssdp.simulation.simulate import WARM_UP, simulate
+from megatron_fssdp.simulation.simulate import WARM_UP
 from megatron_fssdp.simulation.spread import Trace
 from megatron_fssdp.simulation.systems import SYSTEMS, Options
 from megatron_fssdp.simulation.timeline import chrome_trace
@@ -67,10 +68,9 @@ def run(request: Request, console: Console) -> Result:
         task = bar.add_task("simulating", total=None)
 
         def advance(system: str, done: int, total: int) -> None:
-            at = request.systems.index(system) + 1 + (done - 1) * len(request.systems)
-            bar.update(task, completed=at, total=total * len(request.systems))
+            bar.update(task, advance=1, total=total * len(request.systems))
 
-        result = simulate(
+        result = simulate_apart(
             job,
             cluster,
             trace,
