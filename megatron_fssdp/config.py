@@ -8,8 +8,10 @@ under an allow-list, so fields hold str, int, float, bool or None only. This fil
 `annotations` from `__future__`: Megatron's flag builder reads the types.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from difflib import get_close_matches
+from typing import Any, Literal, get_args
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +168,42 @@ class FSSDPConfig:
             ValueError: a value is out of range; the message names the flag and what is allowed.
         """
         return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
+
+    @classmethod
+    def from_flags(cls, flags: Mapping[str, Any]) -> "FSSDPConfig":
+        """Read the settings from flags with their values, among which Megatron's may be.
+
+        Raises:
+            ValueError: there is no such flag, or its value is wrong; the message says what is.
+        """
+        known = {flag_of(field.name): field for field in fields(cls)}
+        values = {}
+        for flag, value in flags.items():
+            if flag in known:
+                values[known[flag].name] = _value_of(flag, value, known[flag].type)
+            elif flag.startswith("--fssdp"):
+                near = get_close_matches(flag, known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ValueError(f"there is no flag {flag}{hint}")
+        return cls(**values)
+
+
+def _value_of(flag: str, value: Any, kind: Any) -> Any:
+    """Convert a flag's value to its field's type."""
+    kinds = get_args(kind) or (kind,)
+    if bool in kinds:
+        if value is not True:
+            raise ValueError(f"{flag} takes no value; it is given {value!r}")
+        return True
+    if value is True or isinstance(value, list):
+        raise ValueError(f"{flag} needs one value")
+    for number, name in ((int, "a whole number"), (float, "a number")):
+        if number in kinds:
+            try:
+                return number(str(value))
+            except ValueError:
+                raise ValueError(f"{flag} is {value!r}; use {name}") from None
+    return str(value)
 
 
 ALLOWED = {

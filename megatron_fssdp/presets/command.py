@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_fssdp.config import FSSDPConfig
 from megatron_fssdp.planning.topology import read_cluster
 from megatron_fssdp.presets.files import (
     Args,
@@ -125,6 +126,7 @@ def build_command(request: Request) -> Command:
     )
     _check_values(user, args)
     args = merge([args, user])
+    FSSDPConfig.from_flags(args)
     layout = read_layout(args, request.num_gpus)
     _check_gpu(args, cluster)
     if request.checks_memory:

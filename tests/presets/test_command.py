@@ -167,6 +167,22 @@ def test_gpus_without_bf16_say_what_to_set() -> None:
             "--micro-batch-size abc: give it a whole number of at least 1",
         ),
         ((*MIXTRAL, "--set", "--global-batch-size=0"), "--global-batch-size 0: give it a whole"),
+        (
+            (*MIXTRAL, "--set", "--fssdp-num-replica-slot=2"),
+            "there is no flag --fssdp-num-replica-slot; did you mean --fssdp-num-replica-slots?",
+        ),
+        ((*MIXTRAL, "--set", "--fssdp-log-plan=x"), "--fssdp-log-plan is 'x'; use a whole number"),
+        ((*MIXTRAL, "--set", "--fssdp-log-plan=-1"), "--fssdp-log-plan is -1; use 0 to 1000000000"),
+        (
+            (*MIXTRAL, "--set", "--fssdp-balance-tolerance=nan"),
+            "--fssdp-balance-tolerance is nan; use 0 to 10",
+        ),
+        ((*MIXTRAL, "--set", "--fssdp-overlap=maybe"), "--fssdp-overlap is 'maybe'; use on or off"),
+        ((*MIXTRAL, "--set", "--fssdp-planner"), "--fssdp-planner needs one value"),
+        (
+            (*MIXTRAL, "--set", "--fssdp-rematerialize=yes"),
+            "--fssdp-rematerialize takes no value; it is given 'yes'",
+        ),
         ((*MIXTRAL, "--data-path", '"x'), '--data-path "x: No closing quotation'),
         ((*MIXTRAL, "--set", '"--lr'), '--set "--lr: No closing quotation'),
         ((*MIXTRAL, "--script", "none.py"), "there is no file none.py; give Megatron-LM's or"),
