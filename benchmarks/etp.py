@@ -120,7 +120,7 @@ def measure(repeats: int) -> dict[str, Any]:
         expert_tensor_parallel_size=ETP,
         create_gloo_process_groups=False,
     )
-    _, links = measure_links(1 << 24)
+    _, links, _ = measure_links(1 << 24)
     machine = torch.tensor([measure_memory(1 << 24, torch.float32, torch.device("cpu"))])
     dist.all_reduce(machine, op=dist.ReduceOp.MIN)
     topology = Topology((0,) * EP, intra_node=links["intra_node"])

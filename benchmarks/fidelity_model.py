@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import yaml
 from moe_config import moe_config
 
 HIDDEN, FFN, EXPERTS, TOPK, HEADS, LAYERS = 512, 512, 8, 2, 8, 2
@@ -64,9 +66,14 @@ def counts_of(name: str) -> np.ndarray:
 
 
 class Case:
-    """A model under one system, with a routing that can be changed, and its seconds."""
+    """A model under one system, with a routing that can be changed, and its seconds.
 
-    def __init__(self, system: str) -> None:
+    Args:
+        system: ep or fssdp.
+        cluster: the cluster file with which FSSDP plans, as it does in the prediction.
+    """
+
+    def __init__(self, system: str, cluster: str) -> None:
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
@@ -84,6 +91,7 @@ class Case:
                 fssdp_num_replica_slots=SLOTS,
                 fssdp_predictor="last",
                 fssdp_reshard_interval=0,
+                fssdp_cluster=cluster,
             )
             self.runtime = spec.register(config)
         config = moe_config(
@@ -174,8 +182,11 @@ def measure(num_repeats: int, limit: float | None = None) -> dict[str, Any]:
         expert_model_parallel_size=dist.get_world_size(), create_gloo_process_groups=False
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    cases = {system: Case(system) for system in ("ep", "fssdp")}
     calibrated = [_calibrate()]
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(calibrated[0], file)
+        file.flush()
+        cases = {system: Case(system, file.name) for system in ("ep", "fssdp")}
     seconds: dict[tuple[str, str], list[float]] = {}
     for name in shares():
         for case in cases.values():

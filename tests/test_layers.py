@@ -16,7 +16,7 @@ ALLOWED = {
     "version": set(),
     "config": set(),
     "planning": set(),
-    "presets": {"planning"},
+    "presets": {"planning", "config"},
     "simulation": {"planning", "presets", "version"},
     "collectives": {"planning"},
     "experts": {"planning", "collectives"},

@@ -36,8 +36,12 @@ ROW_PASSES = 4
 # Of the inner vector of a gated expert: read gate and up, write their product; not fused, the
 # activation's result is written and read besides, and halves are cut out.
 INNER_PASSES, UNFUSED_INNER_PASSES = 3, 6
-# Of a gradient that products do not add up themselves: it is set to zero, read, added to, written.
-GRAD_PASSES = 4
+# Of a gradient that products do not add up themselves: it is read, added to, written.
+GRAD_PASSES = 3
+# Of gradient buffers in an iteration: set to zero, and scaled (read, written) before they travel.
+BUFFER_PASSES = 3
+# Of a token that its own rank computes: the exchange copies it.
+OWN_PASSES = 2
 # Bytes of a gradient: Megatron reduces in fp32; of optimizer state: fp32 copy and two moments.
 GRAD_BYTES = 4
 OPTIMIZER_BYTES = 12
@@ -108,6 +112,11 @@ class Costs:
             params += sizes.num_experts / layout.ep * sizes.expert / layout.etp
         return GRAD_PASSES * GRAD_BYTES * params / self.cluster.memory_bytes_per_s
 
+    def buffers_s(self, stage: int) -> float:
+        """Seconds in an iteration of passes over a rank's gradient buffers."""
+        params = self.dense_params(stage) + self.expert_params(stage)
+        return BUFFER_PASSES * GRAD_BYTES * params / self.cluster.memory_bytes_per_s
+
     def head_s(self) -> float:
         """Forward seconds of the output layer."""
         shape, layout = self.job.shape, self.job.layout
@@ -137,6 +146,8 @@ class Costs:
         """Seconds of one token exchange."""
         job = self.job
         seconds = self.network.exchange_s(flow.tokens_RR * self.shape.row_bytes)
+        own_bytes = OWN_PASSES * float(np.diag(flow.tokens_RR).max()) * self.shape.row_bytes
+        seconds += own_bytes / self.cluster.memory_bytes_per_s
         if job.layout.etp > 1:
             # An expert-tensor-parallel group gathers its tokens, and scatters the sums.
             stage = self.cluster.network(range(job.layout.etp))

@@ -32,7 +32,8 @@ ROWS = (1, 16, 64, 256, 1024, 4096, 16384)
 # A message that is all latency, and one that is all bandwidth.
 SMALL_BYTES, LARGE_BYTES = 8, 1 << 26
 WARM_UPS, REPEATS = 3, 7
-WINDOWS, WINDOW_S = 3, 0.1
+# Stretches of work between two meetings of all ranks, as a layer of a model has them.
+WINDOWS, WINDOW_S = 10, 0.03
 # Activations that are kept at a time while memory is measured.
 KEPT = 16
 
@@ -70,10 +71,10 @@ def calibrate(
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     compute = measure_products(hidden_size, ffn_size, rows)
-    hosts = [socket.gethostname()]
+    hosts, adapters = [socket.gethostname()], None
     links: dict[str, LinkClass] = {}
     if dist.is_initialized():
-        hosts, links = measure_links(large_bytes)
+        hosts, links, adapters = measure_links(large_bytes)
     elif not torch.cuda.is_available() or torch.cuda.device_count() > 1:
         links = {"intra_node": _measure_local_link(large_bytes)}
     cores = len(os.sched_getaffinity(0))
@@ -86,6 +87,7 @@ def calibrate(
         "measured": sorted(["compute", *links]),
         "topology": {
             "ranks_per_node": sizes[0] if len(set(sizes)) == 1 else sizes,
+            **({} if adapters is None else {"adapters_per_node": adapters}),
             **{
                 key: _as_mapping(links.get(key, default))
                 for key, default in (("intra_node", NVLINK), ("inter_node", NETWORK))
@@ -150,16 +152,18 @@ def measure_memory(size: int, dtype: torch.dtype, device: torch.device) -> float
     return 2.0 * inputs.nbytes / _shared_s(lambda: [each * 2.0 for each in inputs])
 
 
-def measure_links(large_bytes: int) -> tuple[list[str], dict[str, LinkClass]]:
+def measure_links(large_bytes: int) -> tuple[list[str], dict[str, LinkClass], int | None]:
     """Measure what a rank gets of the links inside its node, and between nodes.
 
     Bandwidth with all ranks sending at once: to all ranks of the own node; to the rank at the same
-    place in the next node. Latency between two ranks.
+    place in the next node. Latency between two ranks, which alone between nodes get more where
+    ranks share a network adapter: that tells how many adapters a node has.
 
     Collective: every rank of the default group must call it.
 
     Returns:
-        The host of each rank, and the links that there are.
+        The host of each rank, the links that there are, and the adapters of a node (None: there
+        is one node).
     """
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
@@ -167,15 +171,17 @@ def measure_links(large_bytes: int) -> tuple[list[str], dict[str, LinkClass]]:
         "intra_node": next((r for r, h in enumerate(hosts) if r and h == hosts[0]), None),
         "inter_node": next((r for r, h in enumerate(hosts) if h != hosts[0]), None),
     }
-    links = {}
+    links, adapters = {}, None
     for key, peer in peers.items():
         if peer is not None:
-            latency_s = _measure_pair(0, peer, large_bytes).latency_s
+            alone = _measure_pair(0, peer, large_bytes)
             seconds, sent_bytes = _measure_exchange(_targets(hosts, key), large_bytes)
-            links[key] = LinkClass(
-                bytes_per_s=sent_bytes / max(seconds - latency_s, 1e-9), latency_s=latency_s
-            )
-    return hosts, links
+            together = sent_bytes / max(seconds - alone.latency_s, 1e-9)
+            links[key] = LinkClass(bytes_per_s=together, latency_s=alone.latency_s)
+            if key == "inter_node":
+                ranks = hosts.count(hosts[0])
+                adapters = min(max(round(ranks * together / alone.bytes_per_s), 1), ranks)
+    return hosts, links, adapters
 
 
 def _targets(hosts: Sequence[str], key: str) -> list[list[int]]:
@@ -204,11 +210,13 @@ def _measure_exchange(targets: list[list[int]], large_bytes: int) -> tuple[float
     sends = [share[rank] if peer in targets[rank] else 0 for peer in range(size)]
     receives = [share[peer] if rank in targets[peer] else 0 for peer in range(size)]
     message = torch.zeros(sum(sends), dtype=torch.uint8, device=device)
-    received = torch.empty(sum(receives), dtype=torch.uint8, device=device)
-    seconds = _median_s(lambda: dist.all_to_all_single(received, message, receives, sends))
-    slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.item(), large_bytes
+
+    def exchange() -> None:
+        # What arrives has a new tensor each time, as tokens have.
+        received = torch.empty(sum(receives), dtype=torch.uint8, device=device)
+        dist.all_to_all_single(received, message, receives, sends)
+
+    return _slowest_s(_median_s(exchange)), large_bytes
 
 
 def _measure_pair(first: int, second: int, large_bytes: int) -> LinkClass:
@@ -269,23 +277,31 @@ def _median_s(function: Callable[[], object]) -> float:
 
 
 def _shared_s(function: Callable[[], object]) -> float:
-    """Median time of one call while all ranks of the group make such calls.
+    """Time of one call while all ranks of the group make such calls.
 
-    Means over windows, as long on all ranks: where ranks share cores a short call has a core for
-    itself while it runs, and waits between calls.
+    Ranks meet after windows of as many calls each, and the slowest one counts, as in training.
+    Calls are not timed one by one: where ranks share cores a short one has a core for itself while
+    it runs, and waits between calls.
     """
     for _ in range(WARM_UPS):
         function()
+    calls = max(1, round(WINDOW_S / _slowest_s(_time_s(function))))
     windows = []
     for _ in range(WINDOWS):
         if dist.is_initialized():
             dist.barrier()
-        start, calls = time.perf_counter(), 0
-        while not calls or time.perf_counter() - start < WINDOW_S:
-            _time_s(function)
-            calls += 1
-        windows.append((time.perf_counter() - start) / calls)
-    return statistics.median(windows)
+        windows.append(_slowest_s(_time_s(lambda: [function() for _ in range(calls)])) / calls)
+    return statistics.mean(windows)
+
+
+def _slowest_s(seconds: float) -> float:
+    """Return the most that any rank has."""
+    if not dist.is_initialized():
+        return seconds
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
 
 
 def _time_s(function: Callable[[], object]) -> float:

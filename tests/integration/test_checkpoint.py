@@ -11,7 +11,7 @@ import torch
 
 from tests.integration.test_equality import assert_equal_training
 from tests.integration.tiny import Job, TinyRun, Trained, merge
-from tests.ranks import a_few, run_ranks
+from tests.ranks import ALL, a_few, run_ranks
 
 JOB = Job(ep=4, steps=6)
 TP4 = replace(JOB, tp=4, ep=2, distributed_optimizer=True, model={"num_attention_heads": 4})
@@ -109,6 +109,7 @@ def _resume_without_experts_on_rank_0(jobs: list[Job], folder: str) -> list[str]
     return answers
 
 
+@pytest.mark.skipif(not ALL, reason="Megatron's own fault: FSSDP_ALL=1")
 def test_a_first_stage_without_moe_layers_does_not_resume_with_ep_either(tmp_path: Path) -> None:
     """Rank 0 alone saves the step counts, and it has no experts whose steps to count.
 

@@ -201,7 +201,7 @@ def test_checkpoints_of_moved_experts_are_plain(tmp_path: Any, distributed_optim
     folder.mkdir()
     saved = run_ranks(4, _round_trip, moved, str(folder), 3, timeout_s=240)
     want = saved[0][1]
-    for world_size, other, found in (
+    links = (
         (4, job, ""),
         (2, replace(job, ep=2), ""),
         (8, job.as_fssdp(), "no loads or owners for this layout in the checkpoint"),
@@ -216,7 +216,8 @@ def test_checkpoints_of_moved_experts_are_plain(tmp_path: Any, distributed_optim
             replace(moved, ep=2, reshard_every=3),
             "loads of 3 MoE layers in the checkpoint; experts start even",
         ),
-    ):
+    )
+    for world_size, other, found in a_few(links, (0, 2, 4)):
         results = run_ranks(world_size, _resume, other, str(folder), 5, 3, timeout_s=240)
         assert len({restored for _, restored in results}) == 1
         losses, restored = results[0]

@@ -15,6 +15,7 @@ from megatron_fssdp.planning.topology import LinkClass
 from megatron_fssdp.presets.files import find_file
 from megatron_fssdp.simulation.cluster import load_cluster
 from megatron_fssdp.simulation.costs import ADAM_PASSES_BYTES, DENSE_PASSES, SOURCE_PASSES, Costs
+from megatron_fssdp.simulation.flow import flow_of_owners
 from megatron_fssdp.simulation.model import read_job
 from megatron_fssdp.simulation.result import PARTS, SystemResult
 from megatron_fssdp.simulation.simulate import simulate
@@ -93,6 +94,14 @@ def test_passes_over_memory_count() -> None:
     # Experts' optimizer is cut over 1 rank, the dense part's over 4.
     params = costs.dense_params(0) / 4 + costs.expert_params(0)
     assert costs.optimizer_s(0) == pytest.approx(params * ADAM_PASSES_BYTES / 1e9)
+    # Gradients of 4 bytes are set to zero, and read and written to be scaled.
+    params = costs.dense_params(0) + costs.expert_params(0)
+    assert costs.buffers_s(0) == pytest.approx(params * 4 * 3 / 1e9)
+    # Rank 0 keeps 30 rows of 128 bytes, which are read and written; the rest is the links' time.
+    flow = flow_of_owners(np.array([[30, 10], [20, 20]]), np.array([0, 1]))
+    two = make_job(2, num_experts=2, expert_model_parallel_size=2)
+    kept_s = [Costs(two, each).tokens_s(flow) for each in (cluster, make_cluster())]
+    assert kept_s[0] - kept_s[1] == pytest.approx(30 * 128 * 2 / 1e9)
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
