@@ -121,10 +121,9 @@ def measure(repeats: int) -> dict[str, Any]:
         create_gloo_process_groups=False,
     )
     _, links, _ = measure_links(1 << 24)
-    machine = torch.tensor([measure_memory(1 << 24, torch.float32, torch.device("cpu"))])
-    dist.all_reduce(machine, op=dist.ReduceOp.MIN)
+    memory_bytes_per_s = measure_memory(1 << 24, torch.float32, torch.device("cpu"))
     topology = Topology((0,) * EP, intra_node=links["intra_node"])
-    rate = ComputeRate(flops_per_s=1.0, memory_bytes_per_s=machine.item())
+    rate = ComputeRate(flops_per_s=1.0, memory_bytes_per_s=memory_bytes_per_s)
     sent = SentBytes()
     console = Console(stderr=True, quiet=dist.get_rank() != 0)
     rows: list[Row] = []

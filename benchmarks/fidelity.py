@@ -33,6 +33,7 @@ from two_nodes import run_two_nodes, why_not
 
 from megatron_fssdp.planning.planner import PlanSettings
 from megatron_fssdp.simulation.cluster import cluster_from_mapping
+from megatron_fssdp.simulation.costs import Costs
 from megatron_fssdp.simulation.model import job_from_flags
 from megatron_fssdp.simulation.simulate import simulate
 from megatron_fssdp.simulation.systems import Options
@@ -93,9 +94,10 @@ def predict(calibrated: dict[str, Any], size: int, name: str) -> dict[str, float
     job = job_from_flags(flags, "fidelity", size)
     counts_LRE = np.broadcast_to(counts_of(name), (LAYERS, size, EXPERTS))
     trace = Trace.of(np.broadcast_to(counts_LRE, (3, *counts_LRE.shape)), name)
+    cluster = cluster_from_mapping(calibrated, "here")
     result = simulate(
         job,
-        cluster_from_mapping(calibrated, "here"),
+        cluster,
         trace,
         ("ep", "fssdp"),
         options=Options(
@@ -105,9 +107,9 @@ def predict(calibrated: dict[str, Any], size: int, name: str) -> dict[str, float
             planning_s=calibrated["planning_s"],
         ),
     )
-    optimizer = {s.name: float(s.parts_s["optimizer"].mean()) for s in result.systems}
-    # The measured iterations end before the optimizer.
-    return {s.name: s.mean_s - optimizer[s.name] for s in result.systems}
+    # The measured iterations end before Adam.
+    adam_s = Costs(job, cluster).optimizer_s(0)
+    return {system.name: system.mean_s - adam_s for system in result.systems}
 
 
 def compare(place: str, size: int, measured: dict[str, Any]) -> list[Row]:

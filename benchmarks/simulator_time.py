@@ -11,7 +11,6 @@ in one process, and then all of them as `fssdp simulate` runs them, a process a 
 from __future__ import annotations
 
 import argparse
-import os
 import resource
 import sys
 import time
@@ -20,7 +19,7 @@ from rich.console import Console
 from tables import Row, show
 
 from megatron_fssdp.presets.files import find_file
-from megatron_fssdp.simulation.apart import simulate_apart
+from megatron_fssdp.simulation.apart import num_cores, simulate_apart
 from megatron_fssdp.simulation.cluster import load_cluster
 from megatron_fssdp.simulation.model import read_job
 from megatron_fssdp.simulation.simulate import WARM_UP, simulate
@@ -67,8 +66,9 @@ def main() -> int:
     show(console, title, rows, places=1)
     systems, begin = args.systems.split(","), time.perf_counter()
     simulate_apart(job, cluster, trace, systems, num_iterations=args.iterations)
-    cores = len(os.sched_getaffinity(0))
-    console.print(f"all of them, {cores} cores: {time.perf_counter() - begin:.0f} s (target 300)")
+    console.print(
+        f"all of them, {num_cores()} cores: {time.perf_counter() - begin:.0f} s (target 300)"
+    )
     return 0
 
 

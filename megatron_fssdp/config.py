@@ -183,8 +183,8 @@ class FSSDPConfig:
                 values[known[flag].name] = _value_of(flag, value, known[flag].type)
             elif flag.startswith("--fssdp"):
                 near = get_close_matches(flag, known, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                raise ValueError(f"there is no flag {flag}{hint}")
+                hint = f"; did you mean {near[0]}" if near else ""
+                raise ValueError(f"there is no flag {flag}{hint}.")
         return cls(**values)
 
 
@@ -193,16 +193,16 @@ def _value_of(flag: str, value: Any, kind: Any) -> Any:
     kinds = get_args(kind) or (kind,)
     if bool in kinds:
         if value is not True:
-            raise ValueError(f"{flag} takes no value; it is given {value!r}")
+            raise ValueError(f"{flag} takes no value; it is given {value!r}.")
         return True
     if value is True or isinstance(value, list):
-        raise ValueError(f"{flag} needs one value")
+        raise ValueError(f"{flag} needs one value.")
     for number, name in ((int, "a whole number"), (float, "a number")):
         if number in kinds:
             try:
                 return number(str(value))
             except ValueError:
-                raise ValueError(f"{flag} is {value!r}; use {name}") from None
+                raise ValueError(f"{flag} is {value!r}; use {name}.") from None
     return str(value)
 
 

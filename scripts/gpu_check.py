@@ -61,7 +61,7 @@ def no_synchronisation(device: torch.device) -> Iterator[None]:
 
 
 def best_ms(action: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    """Return the least milliseconds of several runs (on a CPU of one), the device's included."""
+    """Return the least milliseconds of some runs, the device's work included; on a CPU one runs."""
     times = []
     for _ in range(repeats if device.type == "cuda" else 1):
         start = time.perf_counter()

@@ -45,7 +45,7 @@ from megatron_fssdp.integration.step import LayerStep, calibrate_step
 from megatron_fssdp.planning.cost import LayerShape
 from megatron_fssdp.planning.moves import Homes
 from megatron_fssdp.planning.plan import Int64Array, LayerPlan
-from megatron_fssdp.planning.predict import PREDICTORS, Predictor, SlidingMean
+from megatron_fssdp.planning.predict import Predictor, make_predictor
 from megatron_fssdp.planning.topology import NVLINK, LinkClass
 
 STATE_VERSION = 2
@@ -268,9 +268,7 @@ class FSSDPRuntime:
         }
 
     def _new_predictor(self, kind: str) -> Predictor:
-        if kind == "sliding":
-            return SlidingMean(self.config.fssdp_prediction_window)
-        return PREDICTORS[kind]()
+        return make_predictor(kind, self.config.fssdp_prediction_window)
 
     def check_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state, proved to be one.

@@ -118,3 +118,8 @@ PREDICTORS: dict[str, Callable[[], Predictor]] = {
     "exponential": ExponentialMean,
     "last": LastIteration,
 }
+
+
+def make_predictor(name: str, window: int) -> Predictor:
+    """Return a predictor of `PREDICTORS`; `window`: iterations that the sliding mean covers."""
+    return SlidingMean(window) if name == "sliding" else PREDICTORS[name]()

@@ -77,19 +77,25 @@ class Schedule:
     ) -> Schedule:
         """Let an expert cross to each node once.
 
-        A stage takes as long as the node that sends or receives most in it: of the nodes that an
-        expert must reach, those come first that have received least in that stage so far, and
-        those send on that have sent least. The rank that receives for its node is the one that has
-        received and sent the fewest copies over the network, and inside a node those relay first
-        that have relayed least: so that no adapter, and no rank's memory for what arrives, takes
-        more than its share. Experts that reach few nodes leave no choice and come first.
+        A stage takes as long as the adapter that sends or receives most in it, and ranks may share
+        a node's: of the nodes that an expert must reach, those come first that have received least
+        in that stage so far, and those send on that have sent least. The rank that receives for its
+        node is the one that has received and sent the fewest copies over the network, and inside a
+        node those relay first that have relayed least: so that no adapter, and no rank's memory for
+        what arrives, takes more than its share. Experts that reach few nodes leave no choice and
+        come first.
 
         Args:
             plan: the placement to reach.
             node_of_rank: (R,) the node of each rank.
             present: replicas that are there already and need no message. They relay nothing.
             fanout: messages of one expert that a rank sends to other nodes, and inside its own.
+
+        Raises:
+            ValueError: nobody may send.
         """
+        if fanout < 1:
+            raise ValueError(f"fanout is {fanout}; the least is 1")
         trees = []
         for expert, owner, ranks, slot_of in _missing(plan, present):
             by_node: dict[int, list[int]] = {node_of_rank[owner]: []}
@@ -98,9 +104,9 @@ class Schedule:
             trees.append((len(by_node), expert, owner, by_node, slot_of))
         trees.sort(key=lambda tree: tree[:2])
         by_stage: defaultdict[int, list[Copy]] = defaultdict(list)
-        work = _Work(node_of_rank, fanout)
+        grown = _Trees(node_of_rank, fanout)
         for _, expert, owner, by_node, slot_of in trees:
-            for stage, sender, receiver in work.spread(owner, by_node):
+            for stage, sender, receiver in grown.spread(owner, by_node):
                 by_stage[stage].append(
                     Copy(expert, sender, slot_of[sender], receiver, slot_of[receiver])
                 )
@@ -164,8 +170,8 @@ def _missing(
 _Link = tuple[int, int, int]
 
 
-class _Work:
-    """What the trees so far let ranks and nodes do; it gives the next one to those that do least.
+class _Trees:
+    """Grows one expert's tree after the other, through ranks and nodes with least to do so far.
 
     Attributes:
         crossings: by rank, copies sent and received over the network.
@@ -197,20 +203,26 @@ class _Work:
         links: list[_Link] = []
         left, senders, stage = dict(heads), [owner], 0
         while left:
-            senders.sort(key=lambda rank: self._key(self.sent, stage, rank))
-            order = sorted(left.values(), key=lambda rank: self._key(self.received, stage, rank))
+            senders = self._least_first(senders, self.sent, stage)
+            order = self._least_first(list(left.values()), self.received, stage)
             receivers = order[: self.fanout * len(senders)]
             for receiver, sender in zip(receivers, cycle(senders), strict=False):
                 links.append((stage, sender, receiver))
                 self.sent[stage, self.node_of_rank[sender]] += 1
                 self.received[stage, self.node_of_rank[receiver]] += 1
-                self.crossings.update((sender, receiver))
+                self.crossings[sender] += 1
+                self.crossings[receiver] += 1
                 del left[self.node_of_rank[receiver]]
             senders, stage = receivers, stage + 1
         return links
 
-    def _key(self, count: Counter[tuple[int, int]], stage: int, rank: int) -> tuple[int, int, int]:
-        return count[stage, self.node_of_rank[rank]], self.crossings[rank], rank
+    def _least_first(
+        self, ranks: list[int], count: Counter[tuple[int, int]], stage: int
+    ) -> list[int]:
+        if len(ranks) == 1:
+            return ranks
+        nodes, crossings = self.node_of_rank, self.crossings
+        return sorted(ranks, key=lambda rank: (count[stage, nodes[rank]], crossings[rank], rank))
 
     def _relay(self, first: int, stage: int, others: list[int]) -> list[_Link]:
         """Send from a rank to others of its node, each to `fanout` more."""

@@ -106,7 +106,8 @@ def build_command(request: Request) -> Command:
     """Join preset, layout and the user's settings (later ones win), and check them.
 
     Raises:
-        ValueError: an unknown name, sizes that do not divide, or a model that cannot fit.
+        ValueError: an unknown name or --fssdp-* flag, a wrong value, sizes that do not divide, or a
+            model that cannot fit.
     """
     preset = read_preset(request.preset)
     path = find_file("clusters", request.cluster or DEFAULT_CLUSTER)
@@ -126,7 +127,7 @@ def build_command(request: Request) -> Command:
     )
     _check_values(user, args)
     args = merge([args, user])
-    FSSDPConfig.from_flags(args)
+    FSSDPConfig.from_flags(args)  # raises where one of ours is wrong
     layout = read_layout(args, request.num_gpus)
     _check_gpu(args, cluster)
     if request.checks_memory:

@@ -10,21 +10,32 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 from megatron_fssdp.simulation.cluster import Cluster
 from megatron_fssdp.simulation.model import Job
 from megatron_fssdp.simulation.result import Result
-from megatron_fssdp.simulation.simulate import Progress, simulate
+from megatron_fssdp.simulation.simulate import simulate
 from megatron_fssdp.simulation.spread import Trace
 
 # Seconds between two looks at what the processes have done.
 LOOK_S = 0.1
 # Layers times iterations from which on processes are worth their start, about a second.
-LEAST_LAYERS = 1000
+LEAST_LAYER_ITERATIONS = 1000
 
-# In a process: `run`, which simulates systems, and `told`, the queue of its progress.
+# Called with the iterations that are done, of all systems, and their number.
+Progress = Callable[[int, int], None]
+
+# In a process: `run`, which simulates systems, and `steps`: iterations done, and of a system.
 _shared: dict[str, Any] = {}
+
+
+def num_cores() -> int:
+    """Return the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def simulate_apart(
@@ -33,6 +44,7 @@ def simulate_apart(
     trace: Trace,
     systems: Sequence[str],
     *,
+    num_iterations: int | None = None,
     num_processes: int | None = None,
     progress: Progress | None = None,
     **settings: Any,
@@ -44,38 +56,36 @@ def simulate_apart(
         cluster: see `simulate`.
         trace: see `simulate`.
         systems: see `simulate`.
+        num_iterations: see `simulate`.
         num_processes: at a time; None: as many as this process has cores, 1 if there is little
             to do.
-        progress: see `simulate`.
+        progress: see `Progress`.
         settings: the other arguments of `simulate`.
 
     Raises:
         ValueError: as `simulate` does.
     """
     if num_processes is None:
-        is_large = len(job.shape.moe_layers) * trace.num_iterations >= LEAST_LAYERS
-        num_processes = len(os.sched_getaffinity(0)) if is_large else 1
-    run: Callable[..., Result] = partial(simulate, job, cluster, trace, **settings)
-    num_processes = min(num_processes, len(systems))
-    if num_processes < 2:
-        return run(systems, progress=progress)
+        size = len(job.shape.moe_layers) * (num_iterations or trace.num_iterations)
+        num_processes = num_cores() if size >= LEAST_LAYER_ITERATIONS else 1
+    run = partial(simulate, job, cluster, trace, num_iterations=num_iterations, **settings)
+    tell = progress or _tell_nobody
+    if min(num_processes, len(systems)) < 2:
+        return _here(run, systems, tell)
     # Not forked: who calls may have threads, as a progress bar has.
     context = mp.get_context("spawn")
-    told = context.SimpleQueue()
+    steps = context.Array("q", 2)
     with ProcessPoolExecutor(
-        num_processes, mp_context=context, initializer=_start, initargs=(run, told)
+        min(num_processes, len(systems)), context, initializer=_start, initargs=(run, steps)
     ) as pool:
         futures = [pool.submit(_simulate_one, name) for name in systems]
         left = set(futures)
         while left:
             done, left = wait(left, timeout=LOOK_S, return_when=FIRST_EXCEPTION)
-            while not told.empty():
-                each = told.get()
-                if progress is not None:
-                    progress(*each)
             if any(future.exception() is not None for future in done):
                 pool.shutdown(cancel_futures=True)
                 break
+            tell(steps[0], steps[1] * len(systems))
         results = [future.result() for future in futures if not future.cancelled()]
     return replace(
         results[0],
@@ -84,13 +94,28 @@ def simulate_apart(
     )
 
 
-def _start(run: Callable[..., Result], told: Any) -> None:
-    _shared.update(run=run, told=told)
+def _tell_nobody(done: int, total: int) -> None:
+    """Be the progress of who asks for none."""
+
+
+def _here(run: Callable[..., Result], systems: Sequence[str], tell: Progress) -> Result:
+    number = count(1)
+    return run(
+        systems, progress=lambda _name, _done, total: tell(next(number), total * len(systems))
+    )
+
+
+def _start(run: Callable[..., Result], steps: Any) -> None:
+    _shared.update(run=run, steps=steps)
 
 
 def _simulate_one(name: str) -> Result:
-    def tell(*each: Any) -> None:
-        _shared["told"].put(each)
+    steps = _shared["steps"]
 
-    result: Result = _shared["run"]((name,), progress=tell)
+    def step(_name: str, _done: int, total: int) -> None:
+        with steps.get_lock():
+            steps[0] += 1
+            steps[1] = total
+
+    result: Result = _shared["run"]((name,), progress=step)
     return result

@@ -38,8 +38,9 @@ ROW_PASSES = 4
 INNER_PASSES, UNFUSED_INNER_PASSES = 3, 6
 # Of a gradient that products do not add up themselves: it is read, added to, written.
 GRAD_PASSES = 3
-# Of gradient buffers in an iteration: set to zero, and scaled (read, written) before they travel.
-BUFFER_PASSES = 3
+# Of gradient buffers in an iteration: set to zero; and where there are several data-parallel ranks,
+# scaled for their mean (read, written).
+ZERO_PASSES, SCALE_PASSES = 1, 2
 # Of a token that its own rank computes: the exchange copies it.
 OWN_PASSES = 2
 # Bytes of a gradient: Megatron reduces in fp32; of optimizer state: fp32 copy and two moments.
@@ -112,11 +113,6 @@ class Costs:
             params += sizes.num_experts / layout.ep * sizes.expert / layout.etp
         return GRAD_PASSES * GRAD_BYTES * params / self.cluster.memory_bytes_per_s
 
-    def buffers_s(self, stage: int) -> float:
-        """Seconds in an iteration of passes over a rank's gradient buffers."""
-        params = self.dense_params(stage) + self.expert_params(stage)
-        return BUFFER_PASSES * GRAD_BYTES * params / self.cluster.memory_bytes_per_s
-
     def head_s(self) -> float:
         """Forward seconds of the output layer."""
         shape, layout = self.job.shape, self.job.layout
@@ -146,8 +142,10 @@ class Costs:
         """Seconds of one token exchange."""
         job = self.job
         seconds = self.network.exchange_s(flow.tokens_RR * self.shape.row_bytes)
-        own_bytes = OWN_PASSES * float(np.diag(flow.tokens_RR).max()) * self.shape.row_bytes
-        seconds += own_bytes / self.cluster.memory_bytes_per_s
+        if job.layout.ep > 1:
+            # Before the rest, by the same thread or kernel.
+            own_bytes = OWN_PASSES * float(np.diag(flow.tokens_RR).max()) * self.shape.row_bytes
+            seconds += own_bytes / self.cluster.memory_bytes_per_s
         if job.layout.etp > 1:
             # An expert-tensor-parallel group gathers its tokens, and scatters the sums.
             stage = self.cluster.network(range(job.layout.etp))
@@ -222,3 +220,11 @@ class Costs:
         ):
             params += mine / (shards if self.job.has_distributed_optimizer else 1)
         return params * ADAM_PASSES_BYTES / self.cluster.memory_bytes_per_s
+
+    def step_s(self, stage: int) -> float:
+        """Seconds of an iteration's passes over gradient buffers, and of the Adam step."""
+        layout = self.job.layout
+        params = self.dense_params(stage) + self.expert_params(stage)
+        passes = ZERO_PASSES + (SCALE_PASSES if layout.dp * layout.cp > 1 else 0)
+        moved = passes * GRAD_BYTES * params
+        return moved / self.cluster.memory_bytes_per_s + self.optimizer_s(stage)

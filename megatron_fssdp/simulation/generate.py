@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -138,15 +139,6 @@ def generate(kind: str, shape: Shape, seed: int = 0) -> Trace:
     share_ILE = np.exp(KINDS[kind](shape, np.random.default_rng(seed)))
     share_ILE = _cap(share_ILE / share_ILE.sum(axis=2, keepdims=True), 1 / shape.topk)
 
-    def read(position: int) -> Int64Array:
-        # A generator for each place, so that iterations can be read in any order.
-        return np.stack(
-            [
-                _draw(share_E, shape, np.random.default_rng((seed, position, layer)))
-                for layer, share_E in enumerate(share_ILE[position])
-            ]
-        )
-
     return Trace(
         source=f"{kind}, seed {seed}",
         iterations=tuple(range(shape.num_iterations)),
@@ -154,7 +146,17 @@ def generate(kind: str, shape: Shape, seed: int = 0) -> Trace:
         num_ranks=shape.num_ranks,
         num_experts=shape.num_experts,
         notes=(),
-        read=read,
+        read=partial(_draw_layers, share_ILE, shape, seed),
+    )
+
+
+def _draw_layers(share_ILE: Float64Array, shape: Shape, seed: int, position: int) -> Int64Array:
+    """Draw an iteration: a generator for each place, so that they can be read in any order."""
+    return np.stack(
+        [
+            _draw(share_E, shape, np.random.default_rng((seed, position, layer)))
+            for layer, share_E in enumerate(share_ILE[position])
+        ]
     )
 
 

@@ -62,7 +62,7 @@ class Passes:
         return found
 
     def exposed_reduction_s(self, costs: Costs, stage: int) -> float:
-        """Seconds that gradients need besides the backwards: passes over them, and their reduction.
+        """Seconds that the reduction of gradients needs after the last backward.
 
         A layer's gradients are ready when its last backward is over. Under `overlap_grad_reduce`
         they travel while the layers before compute, but not while tokens or copies do: those go
@@ -79,16 +79,15 @@ class Passes:
             seconds.append(reduce_s)
         outer = costs.outer_params(stage) / job.layout.tp
         outer_s = costs.reduce_s(outer, is_expert=False)[0] if outer else 0.0
-        buffers_s = costs.buffers_s(stage)
         if not job.overlaps_grad_reduce:
-            return buffers_s + sum(seconds) + outer_s
+            return sum(seconds) + outer_s
         free = through = 0.0
         for took_s, busy_s, reduce_s in zip(
             self.layer_s(LAST)[::-1], self.busy_s[::-1], seconds, strict=True
         ):
             free += max(took_s - busy_s, 0.0)
             through = max(through, free) + reduce_s
-        return buffers_s + max(through + outer_s - free, 0.0)
+        return max(through + outer_s - free, 0.0)
 
 
 def walk_stages(costs: Costs, work: list[LayerWork], *, records: bool = False) -> list[Passes]:

@@ -38,7 +38,7 @@ PARTS = (
     "moves",  # experts on their way to new owners
     "straggling",  # waiting for the fullest rank of a layer
     "bubble",  # waiting for other pipeline stages
-    "optimizer",
+    "optimizer",  # and passes over gradient buffers
 )
 
 # Parts of a rank's memory.

@@ -238,7 +238,7 @@ class _Run:
         scheduled = self._schedule()
         shape_SIG = (layout.pp, self.number, system.num_groups)
         end_IGS = np.moveaxis(scheduled.end_SK.reshape(shape_SIG), 0, -1)
-        own_S = np.array([costs.optimizer_s(stage) for stage in range(layout.pp)])
+        own_S = np.array([costs.step_s(stage) for stage in range(layout.pp)])
         gather_S = np.array([self._gather_s(stage) for stage in range(layout.pp)])
         through_IGS = end_IGS + self.exposed_IGS + gather_S + own_S
         iteration_I = through_IGS.max(axis=(1, 2)) + self.move_I

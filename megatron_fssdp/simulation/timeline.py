@@ -141,7 +141,7 @@ def _step_events(
     move_s: float,
 ) -> Iterable[TimelineEvent]:
     """The step's: moves before, the reduction's exposed part and the optimizer after."""
-    exposed_s, optimizer_s = passes.exposed_reduction_s(costs, stage), costs.optimizer_s(stage)
+    exposed_s, optimizer_s = passes.exposed_reduction_s(costs, stage), costs.step_s(stage)
     for rank, _ in ranks:
         for name, stream, start, seconds in (
             ("moves", "copies", 0.0, move_s),

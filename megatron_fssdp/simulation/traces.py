@@ -11,12 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from megatron_fssdp.simulation import importers
-from megatron_fssdp.simulation.recording import Int64Array, TraceWriter, open_recording
+from megatron_fssdp.simulation.recording import (
+    Int64Array,
+    Recording,
+    TraceWriter,
+    open_recording,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +34,7 @@ class Trace:
         iterations: the iterations' numbers in the run; some may be missing.
         num_layers, num_ranks, num_experts: L, R (source ranks), E.
         notes: sentences on what could not be read, and what had to be assumed.
-        read: returns the counts at a position.
+        read: returns the counts at a position. Other processes get it too, so it is no closure.
     """
 
     source: str
@@ -60,7 +66,7 @@ class Trace:
             self,
             num_ranks=num_ranks,
             notes=(*self.notes, note),
-            read=lambda position: importers.deal(self.read(position).sum(axis=1), num_ranks),
+            read=partial(_deal, self.read, num_ranks),
         )
 
     @classmethod
@@ -75,8 +81,22 @@ class Trace:
             num_ranks=num_ranks,
             num_experts=num_experts,
             notes=notes,
-            read=lambda position: counts_ILRE[position].astype(np.int64),
+            read=partial(_pick, counts_ILRE),
         )
+
+
+def _pick(counts_ILRE: Int64Array, position: int) -> Int64Array:
+    counts_LRE: Int64Array = counts_ILRE[position].astype(np.int64)
+    return counts_LRE
+
+
+def _deal(read: Callable[[int], Int64Array], num_ranks: int, position: int) -> Int64Array:
+    dealt_LRE: Int64Array = importers.deal(read(position).sum(axis=1), num_ranks)
+    return dealt_LRE
+
+
+def _recorded(recording: Recording, position: int) -> Int64Array:
+    return recording.read(position).counts_LRE.astype(np.int64)
 
 
 def open_trace(
@@ -104,7 +124,7 @@ def open_trace(
             num_ranks=recording.num_ranks,
             num_experts=recording.num_experts,
             notes=recording.notes,
-            read=lambda position: recording.read(position).counts_LRE.astype(np.int64),
+            read=partial(_recorded, recording),
         )
     else:
         counts_ILRE, notes = importers.read_foreign(path, num_ranks or 1, num_experts)

@@ -3,11 +3,11 @@
 """Search the settings that make a job fastest on its trace, and say what they are worth.
 
 One setting after the other is varied, and the default kept unless another value is surely faster:
-replica slots and whether replicas are kept or
-re-materialized together, then predictor, balance tolerance and re-sharding interval. Settings are
-chosen on the first half of the iterations and judged on the second, so that luck in choosing does
-not count as gain. The gain's interval is a bootstrap over blocks of iterations, which follow each
-other as they ran. What the simulator itself gets wrong is not in it.
+replica slots and whether replicas are kept or re-materialized together, then predictor and window,
+balance tolerance and re-sharding interval. Settings are chosen on the first half of the iterations
+and judged on the second, so that luck in choosing does not count as gain. The gain's interval is a
+bootstrap over blocks of iterations, which follow each other as they ran. What the simulator itself
+gets wrong is not in it.
 
 Not searched: `--fssdp-collectives` and `--fssdp-overlap`. Their defaults take what the cost model
 finds faster for each plan, and hide what can be hidden; no trace makes another value faster here.
@@ -16,7 +16,7 @@ finds faster for each plan, and hide what can be hidden; no trace makes another 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import numpy as np
@@ -31,7 +31,8 @@ from megatron_fssdp.simulation.systems import Options
 from megatron_fssdp.simulation.systems.planning import fssdp_planning
 
 SLOTS = (1, 2, 4, 8)
-PREDICTORS = ("exponential", "sliding", "last")
+# With the window, which counts for the sliding mean alone.
+PREDICTORS = (("exponential", 5), ("sliding", 2), ("sliding", 5), ("sliding", 10), ("last", 5))
 TOLERANCES = (0.01, 0.05, 0.1)
 INTERVALS = (0, 25, 100)
 
@@ -51,13 +52,15 @@ class Settings:
     """What is searched: `--fssdp-*` flags.
 
     Attributes:
-        num_replica_slots, predictor, balance_tolerance, reshard_interval: as the flags.
+        num_replica_slots, predictor, prediction_window, balance_tolerance, reshard_interval: as
+            the flags.
         rematerializes: `--fssdp-rematerialize`.
     """
 
     num_replica_slots: int = 2
     rematerializes: bool = False
     predictor: str = DEFAULT_PREDICTOR
+    prediction_window: int = 5
     balance_tolerance: float = 0.01
     reshard_interval: int = 100
 
@@ -71,6 +74,8 @@ class Settings:
             words.append("--fssdp-rematerialize")
         if self.predictor != default.predictor:
             words.append(f"--fssdp-predictor {self.predictor}")
+        if self.prediction_window != default.prediction_window:
+            words.append(f"--fssdp-prediction-window {self.prediction_window}")
         if self.balance_tolerance != default.balance_tolerance:
             words.append(f"--fssdp-balance-tolerance {self.balance_tolerance}")
         if self.reshard_interval != default.reshard_interval:
@@ -89,6 +94,7 @@ class Settings:
             num_replica_slots=options.num_replica_slots,
             rematerializes=options.rematerializes,
             predictor=options.predictor,
+            prediction_window=options.prediction_window,
             balance_tolerance=options.settings.balance_tolerance,
             reshard_interval=options.reshard_interval,
         )
@@ -98,6 +104,7 @@ class Settings:
         options = Options(
             num_replica_slots=self.num_replica_slots,
             predictor=self.predictor,
+            prediction_window=self.prediction_window,
             reshard_interval=self.reshard_interval,
             planning_s=planning_s,
             rematerializes=self.rematerializes,
@@ -258,7 +265,7 @@ def _against_preset(best: Settings, preset: Settings) -> list[str]:
     notes, default = [], Settings()
     if preset.rematerializes and not best.rematerializes:
         notes.append("the preset re-materializes: add --fssdp-rematerialize=false to these flags")
-    for name in ("num_replica_slots", "predictor", "balance_tolerance", "reshard_interval"):
+    for name in (field.name for field in fields(Settings) if field.name != "rematerializes"):
         value, flag = getattr(best, name), f"--fssdp-{name.replace('_', '-')}"
         if value == getattr(default, name) != getattr(preset, name):
             notes.append(
@@ -323,7 +330,9 @@ def _rounds(job: Job, num_iterations: int) -> Iterator[Callable[[Settings], list
         for each in slots
         for drops in (False, True)
     ]
-    yield lambda best: [replace(best, predictor=each) for each in PREDICTORS]
+    yield lambda best: [
+        replace(best, predictor=each, prediction_window=window) for each, window in PREDICTORS
+    ]
     yield lambda best: [replace(best, balance_tolerance=each) for each in TOLERANCES]
     # An interval that never comes round shows nothing, neither for it nor for never.
     seen = [each for each in INTERVALS if 0 < each < num_iterations]

@@ -27,12 +27,14 @@ import torch.multiprocessing as mp
 import yaml
 
 from megatron_fssdp.planning.topology import NETWORK, NVLINK, LinkClass
+from megatron_fssdp.simulation.apart import num_cores
 
 ROWS = (1, 16, 64, 256, 1024, 4096, 16384)
 # A message that is all latency, and one that is all bandwidth.
 SMALL_BYTES, LARGE_BYTES = 8, 1 << 26
 WARM_UPS, REPEATS = 3, 7
-# Stretches of work between two meetings of all ranks, as a layer of a model has them.
+# Stretches of work between two meetings of all ranks: as long as a small model's layer takes on
+# CPUs, where the wait for the slowest rank is longest.
 WINDOWS, WINDOW_S = 10, 0.03
 # Activations that are kept at a time while memory is measured.
 KEPT = 16
@@ -77,7 +79,7 @@ def calibrate(
         hosts, links, adapters = measure_links(large_bytes)
     elif not torch.cuda.is_available() or torch.cuda.device_count() > 1:
         links = {"intra_node": _measure_local_link(large_bytes)}
-    cores = len(os.sched_getaffinity(0))
+    cores = num_cores()
     if not torch.cuda.is_available() and len(set(hosts)) == 1 and len(hosts) > cores:
         compute["shared_cores"] = cores
     sizes = [hosts.count(host) for host in dict.fromkeys(hosts)]
@@ -174,14 +176,26 @@ def measure_links(large_bytes: int) -> tuple[list[str], dict[str, LinkClass], in
     links, adapters = {}, None
     for key, peer in peers.items():
         if peer is not None:
-            alone = _measure_pair(0, peer, large_bytes)
-            seconds, sent_bytes = _measure_exchange(_targets(hosts, key), large_bytes)
-            together = sent_bytes / max(seconds - alone.latency_s, 1e-9)
-            links[key] = LinkClass(bytes_per_s=together, latency_s=alone.latency_s)
+            latency_s = _measure_pair(0, peer, large_bytes).latency_s
+            together = _exchange_rate(_targets(hosts, key), large_bytes, latency_s)
+            links[key] = LinkClass(bytes_per_s=together, latency_s=latency_s)
             if key == "inter_node":
-                ranks = hosts.count(hosts[0])
-                adapters = min(max(round(ranks * together / alone.bytes_per_s), 1), ranks)
+                pair = [[peer] if r == 0 else [0] if r == peer else [] for r in range(len(hosts))]
+                alone = _exchange_rate(pair, large_bytes, latency_s)
+                adapters = count_adapters(hosts.count(hosts[0]), alone, together)
     return hosts, links, adapters
+
+
+def count_adapters(num_ranks: int, alone: float, together: float) -> int:
+    """Return how many network adapters serve a node.
+
+    Args:
+        num_ranks: of the node; a divisor of it is returned.
+        alone: bytes per second of one rank while no other sends.
+        together: of each rank while all send.
+    """
+    divisors = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
+    return min(divisors, key=lambda number: (abs(num_ranks * together / alone - number), number))
 
 
 def _targets(hosts: Sequence[str], key: str) -> list[list[int]]:
@@ -198,11 +212,10 @@ def _targets(hosts: Sequence[str], key: str) -> list[list[int]]:
     return targets
 
 
-def _measure_exchange(targets: list[list[int]], large_bytes: int) -> tuple[float, int]:
-    """Time an all-to-all in which each rank sends `large_bytes` in all to its targets.
+def _exchange_rate(targets: list[list[int]], large_bytes: int, latency_s: float) -> float:
+    """Measure the bytes per second of an all-to-all on its slowest rank.
 
-    Returns:
-        Seconds on the slowest rank, and the bytes that a rank sent.
+    Each rank sends `large_bytes` in all to its targets.
     """
     rank, size = dist.get_rank(), len(targets)
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -216,7 +229,7 @@ def _measure_exchange(targets: list[list[int]], large_bytes: int) -> tuple[float
         received = torch.empty(sum(receives), dtype=torch.uint8, device=device)
         dist.all_to_all_single(received, message, receives, sends)
 
-    return _slowest_s(_median_s(exchange)), large_bytes
+    return large_bytes / max(_slowest_s(_median_s(exchange)) - latency_s, 1e-9)
 
 
 def _measure_pair(first: int, second: int, large_bytes: int) -> LinkClass:
@@ -277,20 +290,24 @@ def _median_s(function: Callable[[], object]) -> float:
 
 
 def _shared_s(function: Callable[[], object]) -> float:
-    """Time of one call while all ranks of the group make such calls.
+    """Time of one call while all ranks of the group make such calls. Collective.
 
     Ranks meet after windows of as many calls each, and the slowest one counts, as in training.
     Calls are not timed one by one: where ranks share cores a short one has a core for itself while
     it runs, and waits between calls.
     """
-    for _ in range(WARM_UPS):
-        function()
-    calls = max(1, round(WINDOW_S / _slowest_s(_time_s(function))))
+    warm_s = [_time_s(function) for _ in range(WARM_UPS)]
+    calls = max(1, round(WINDOW_S / _slowest_s(min(warm_s))))
+
+    def window() -> None:
+        for _ in range(calls):
+            function()
+
     windows = []
     for _ in range(WINDOWS):
         if dist.is_initialized():
             dist.barrier()
-        windows.append(_slowest_s(_time_s(lambda: [function() for _ in range(calls)])) / calls)
+        windows.append(_slowest_s(_time_s(window)) / calls)
     return statistics.mean(windows)
 
 

@@ -67,8 +67,8 @@ def run(request: Request, console: Console) -> Result:
     ) as bar:
         task = bar.add_task("simulating", total=None)
 
-        def advance(system: str, done: int, total: int) -> None:
-            bar.update(task, advance=1, total=total * len(request.systems))
+        def advance(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total or None)
 
         result = simulate_apart(
             job,

@@ -90,6 +90,10 @@ def test_trees_deliver_what_flat_delivers(seed: int, fanout: int, per_node: int)
     tree = Schedule.tree(plan, nodes, fanout=fanout)
     wanted = sorted((copy.expert, copy.receiver) for copy in Schedule.flat(plan).copies)
     assert sorted((copy.expert, copy.receiver) for copy in tree.copies) == wanted
+    for stage in tree.stages:
+        order = [(copy.expert, copy.receiver) for copy in stage]
+        assert order, "a stage without a message"
+        assert order == sorted(order)
     held = {(expert, int(rank)) for expert, rank in enumerate(plan.owner_E)}
     sends: Counter[tuple[int, int, bool]] = Counter()
     crossed: Counter[tuple[int, int]] = Counter()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from megatron_fssdp.planning.cost import ComputeRate
 from megatron_fssdp.planning.topology import NETWORK, LinkClass, read_cluster, read_topology
 from megatron_fssdp.simulation.cluster import load_cluster
-from megatron_fssdp.tools.calibrate import _targets, calibrate
+from megatron_fssdp.tools.calibrate import _targets, calibrate, count_adapters
 from tests.ranks import run_ranks
 
 SIZES = {"hidden_size": 32, "ffn_size": 16, "rows": (1, 8), "large_bytes": 1 << 16}
@@ -37,6 +39,24 @@ def test_ranks_send_to_all_of_their_node_and_to_their_like_in_the_next():
     hosts = ["a", "a", "b", "b", "b"]
     assert _targets(hosts, "intra_node") == [[1], [0], [3, 4], [2, 4], [2, 3]]
     assert _targets(hosts, "inter_node") == [[2], [3], [0], [1], []]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "together", "adapters"),
+    # 100 alone: 8 ranks have an adapter each, two one, all one; a busy link is no sharing.
+    [
+        (8, 99, 8),
+        (8, 51, 4),
+        (8, 13, 1),
+        (8, 80, 8),
+        (2, 70, 1),
+        (2, 80, 2),
+        (3, 40, 1),
+        (1, 90, 1),
+    ],
+)
+def test_a_pair_alone_tells_shared_adapters(num_ranks, together, adapters):
+    assert count_adapters(num_ranks, 100.0, together) == adapters
 
 
 def test_one_process_asks_for_a_local_link(tmp_path, monkeypatch):

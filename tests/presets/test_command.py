@@ -169,7 +169,7 @@ def test_gpus_without_bf16_say_what_to_set() -> None:
         ((*MIXTRAL, "--set", "--global-batch-size=0"), "--global-batch-size 0: give it a whole"),
         (
             (*MIXTRAL, "--set", "--fssdp-num-replica-slot=2"),
-            "there is no flag --fssdp-num-replica-slot; did you mean --fssdp-num-replica-slots?",
+            "there is no flag --fssdp-num-replica-slot; did you mean --fssdp-num-replica-slots.",
         ),
         ((*MIXTRAL, "--set", "--fssdp-log-plan=x"), "--fssdp-log-plan is 'x'; use a whole number"),
         ((*MIXTRAL, "--set", "--fssdp-log-plan=-1"), "--fssdp-log-plan is -1; use 0 to 1000000000"),

@@ -2,40 +2,89 @@
 
 """Systems that are simulated in processes of their own have the result of one process."""
 
-from collections import Counter
+import pickle
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from megatron_fssdp.simulation import apart
 from megatron_fssdp.simulation.apart import simulate_apart
+from megatron_fssdp.simulation.generate import Shape, generate
 from megatron_fssdp.simulation.result import write_result
 from megatron_fssdp.simulation.simulate import simulate
 from megatron_fssdp.simulation.spread import ZipfTrace
+from megatron_fssdp.simulation.traces import Trace, open_trace, write_trace
 from tests.simulation.cases import make_cluster, make_job
 
 SYSTEMS = ("ep", "laer", "fssdp")
-TRACE = ZipfTrace(1.0, 8, 2, 4, 10, tokens=512, seed=3)
+LAZY = ZipfTrace(1.0, 8, 2, 4, 10, tokens=512, seed=3)
+SHAPE = Shape(num_iterations=10, num_layers=2, num_ranks=4, num_experts=8, tokens=256, topk=2)
 
 
-def test_result_is_that_of_one_process(tmp_path: Path) -> None:
-    """All figures, notes and events, in the order of the systems."""
-    case = (make_job(), make_cluster(), TRACE, SYSTEMS)
-    seen: Counter[str] = Counter()
-    apart = simulate_apart(
-        *case,
-        num_processes=2,
-        timelines=(5,),
-        progress=lambda name, done, total: seen.update([name, f"of {total}"]),
-    )
-    write_result(tmp_path / "apart.json", apart)
+def make_trace(kind: str, folder: Path) -> Any:
+    """Make a trace by its way of reading counts."""
+    if kind == "generated":
+        return generate("drift", SHAPE)
+    in_memory = Trace.of(np.stack([LAZY.counts(index) for index in range(10)]), "in memory")
+    if kind == "recorded":
+        write_trace(in_memory, folder / "trace")
+        return open_trace(folder / "trace")
+    return in_memory.with_ranks(8).with_ranks(4) if kind == "dealt" else in_memory
+
+
+@pytest.mark.parametrize("kind", ["generated", "in memory", "dealt", "recorded"])
+def test_processes_can_read_any_trace(kind: str, tmp_path: Path) -> None:
+    """A trace that was opened here is read there."""
+    trace = make_trace(kind, tmp_path)
+    there = pickle.loads(pickle.dumps(trace))
+    assert there.notes == trace.notes
+    np.testing.assert_array_equal(there.counts(7), trace.counts(7))
+
+
+def test_result_is_that_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All figures, notes and events, in the order of the systems; it takes two if that pays."""
+    monkeypatch.setattr(apart, "LEAST_LAYER_ITERATIONS", 20)
+    monkeypatch.setattr(apart, "num_cores", lambda: 2)
+    case = (make_job(), make_cluster(), make_trace("recorded", tmp_path), SYSTEMS)
+    seen: list[tuple[int, int]] = []
+    found = simulate_apart(*case, timelines=(5,), progress=lambda *each: seen.append(each))
+    write_result(tmp_path / "apart.json", found)
     write_result(tmp_path / "one.json", simulate(*case, timelines=(5,)))
     assert (tmp_path / "apart.json").read_text() == (tmp_path / "one.json").read_text()
-    assert seen == {"ep": 10, "laer": 10, "fssdp": 10, "of 10": 30}
+    assert seen == sorted(seen)
+    assert seen[-1] == (30, 30)
+    assert apart._shared == {}, "it was done here"
 
 
-def test_errors_come_through() -> None:
-    """What one process finds wrong is raised here."""
-    with pytest.raises(ValueError, match="iterations after"):
-        simulate_apart(
-            make_job(), make_cluster(), TRACE, SYSTEMS, num_processes=2, num_iterations=99
-        )
+def test_little_is_done_here() -> None:
+    """The progress is the same."""
+    seen: list[tuple[int, int]] = []
+    simulate_apart(
+        make_job(), make_cluster(), LAZY, SYSTEMS, progress=lambda *each: seen.append(each)
+    )
+    assert seen == [(number, 30) for number in range(1, 31)]
+
+
+class Failing(ZipfTrace):
+    """Breaks in the sixth iteration, in every process."""
+
+    def counts(self, iteration: int) -> Any:
+        """Return counts, for a while."""
+        if iteration == 5:
+            raise MemoryError("the sixth iteration")
+        return super().counts(iteration)
+
+
+@pytest.mark.parametrize(
+    ("trace", "settings", "error"),
+    [
+        (LAZY, {"num_iterations": 99}, (ValueError, "iterations after")),
+        (Failing(1.0, 8, 2, 4, 10), {}, (MemoryError, "the sixth iteration")),
+    ],
+)
+def test_errors_come_through(trace: Any, settings: Any, error: Any) -> None:
+    """What one process finds wrong, at once or late, is raised here."""
+    with pytest.raises(error[0], match=error[1]):
+        simulate_apart(make_job(), make_cluster(), trace, SYSTEMS, num_processes=2, **settings)

@@ -94,9 +94,14 @@ def test_passes_over_memory_count() -> None:
     # Experts' optimizer is cut over 1 rank, the dense part's over 4.
     params = costs.dense_params(0) / 4 + costs.expert_params(0)
     assert costs.optimizer_s(0) == pytest.approx(params * ADAM_PASSES_BYTES / 1e9)
-    # Gradients of 4 bytes are set to zero, and read and written to be scaled.
-    params = costs.dense_params(0) + costs.expert_params(0)
-    assert costs.buffers_s(0) == pytest.approx(params * 4 * 3 / 1e9)
+    # Gradients of 4 bytes are set to zero, and read and written to be scaled; alone, not scaled.
+    for each, passes in (
+        (costs, 3),
+        (Costs(make_job(1, expert_model_parallel_size=1), cluster), 1),
+    ):
+        params = each.dense_params(0) + each.expert_params(0)
+        buffers_s = each.step_s(0) - each.optimizer_s(0)
+        assert buffers_s == pytest.approx(params * 4 * passes / 1e9)
     # Rank 0 keeps 30 rows of 128 bytes, which are read and written; the rest is the links' time.
     flow = flow_of_owners(np.array([[30, 10], [20, 20]]), np.array([0, 1]))
     two = make_job(2, num_experts=2, expert_model_parallel_size=2)

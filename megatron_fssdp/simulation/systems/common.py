@@ -36,6 +36,7 @@ class Options:
         num_replica_slots: spare slots of a rank and layer, the same for all systems.
         settings: of this project's planner; its slots are `num_replica_slots`.
         predictor: a name in `planning.predict.PREDICTORS`.
+        prediction_window: iterations that the sliding mean covers.
         reshard_interval: iterations between two looks at owners (Hecate, FSSDP); 0: never.
         rearrange_interval: iterations between two rearrangements of SmartMoE, FlexMoE and EPLB.
         planning_s: of FSSDP's quotas in a layer and micro-batch; None: see `planning`.
@@ -46,6 +47,7 @@ class Options:
     num_replica_slots: int = 2
     settings: PlanSettings = field(default_factory=PlanSettings)
     predictor: str = "exponential"
+    prediction_window: int = 5
     reshard_interval: int = 100
     rearrange_interval: int = 25
     planning_s: float | None = None
@@ -61,6 +63,7 @@ class Options:
             num_replica_slots=flags.get("--fssdp-num-replica-slots", default.num_replica_slots),
             settings=replace(default.settings, balance_tolerance=tolerance),
             predictor=flags.get("--fssdp-predictor", default.predictor),
+            prediction_window=flags.get("--fssdp-prediction-window", default.prediction_window),
             reshard_interval=flags.get("--fssdp-reshard-interval", default.reshard_interval),
             rematerializes=bool(flags.get("--fssdp-rematerialize", False)),
         )

@@ -12,7 +12,7 @@ from megatron_fssdp.planning.cost import Copying, mean_rows, with_paying_spares
 from megatron_fssdp.planning.moves import moves_s, plan_moves
 from megatron_fssdp.planning.plan import Int64Array, LayerPlan
 from megatron_fssdp.planning.planner import plan_each
-from megatron_fssdp.planning.predict import PREDICTORS
+from megatron_fssdp.planning.predict import make_predictor
 from megatron_fssdp.planning.quotas import balance
 from megatron_fssdp.planning.schedule import traffic
 from megatron_fssdp.planning.sharding import shard_for_replicas
@@ -48,8 +48,8 @@ class Fssdp(Planned):
         self.settings = replace(
             self.options.settings, num_replica_slots=self.options.num_replica_slots
         )
-        make = PREDICTORS[self.options.predictor]
-        self.predictors = [make() for _ in range(self.num_groups)]
+        kind, window = self.options.predictor, self.options.prediction_window
+        self.predictors = [make_predictor(kind, window) for _ in range(self.num_groups)]
 
     @property
     def traits(self) -> Traits:
