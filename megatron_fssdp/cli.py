@@ -119,10 +119,11 @@ def train(
         str | None, typer.Option(envvar="MASTER_ADDR", help="The first node.")
     ] = None,
     master_port: Annotated[
-        int, typer.Option(envvar="MASTER_PORT", help="A free port of it.")
+        int, typer.Option(envvar="MASTER_PORT", min=1, max=65535, help="A free port of it.")
     ] = 29500,
     node_rank: Annotated[
-        int | None, typer.Option(envvar=["NODE_RANK", "SLURM_NODEID"], help="This node, from 0.")
+        int | None,
+        typer.Option(envvar=["NODE_RANK", "SLURM_NODEID"], min=0, help="This node, from 0."),
     ] = None,
     check_memory: Annotated[bool, typer.Option(help="Refuse what cannot fit.")] = True,
     dry_run: Annotated[bool, typer.Option(help="Only print the command.")] = False,
@@ -175,7 +176,7 @@ def simulate(
         int | None,
         typer.Option(min=0, help="Spare expert slots of a rank and layer. Default: the preset's."),
     ] = None,
-    planning_us: Annotated[float | None, typer.Option(help=_PLANNING, min=0)] = None,
+    planning_us: Annotated[float | None, typer.Option(help=_PLANNING, min=0, max=1e9)] = None,
     timeline: Annotated[
         int | None,
         typer.Option(help="Iteration of the trace whose events are kept. Default: the first."),
@@ -339,7 +340,7 @@ def tune(
     global_batch: Annotated[
         int | None, typer.Option(min=1, help="Sequences of an iteration. Default: the preset's.")
     ] = None,
-    planning_us: Annotated[float | None, typer.Option(help=_PLANNING, min=0)] = None,
+    planning_us: Annotated[float | None, typer.Option(help=_PLANNING, min=0, max=1e9)] = None,
 ) -> None:
     """Search the flags that make a job fastest, and say what they are worth, or to leave it off."""
     from megatron_fssdp.tools import tune as tool
@@ -383,6 +384,9 @@ def _user_errors(command: str) -> Iterator[None]:
     except (ValueError, RuntimeError, OSError) as error:
         typer.echo(f"fssdp {command}: {error}", err=True)
         raise typer.Exit(code=2) from None
+    except KeyboardInterrupt:
+        typer.echo(f"fssdp {command}: interrupted", err=True)
+        raise typer.Exit(code=130) from None
 
 
 def main() -> None:

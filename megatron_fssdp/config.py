@@ -8,6 +8,7 @@ under an allow-list, so fields hold str, int, float, bool or None only. This fil
 `annotations` from `__future__`: Megatron's flag builder reads the types.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -182,10 +183,44 @@ class FSSDPConfig:
             if flag in known:
                 values[known[flag].name] = _value_of(flag, value, known[flag].type)
             elif flag.startswith("--fssdp"):
-                near = get_close_matches(flag, known, n=1)
+                near = [name for name in known if name.startswith(flag)]
+                near = near[:1] if len(near) == 1 else get_close_matches(flag, known, n=1)
                 hint = f"; did you mean {near[0]}" if near else ""
                 raise ValueError(f"there is no flag {flag}{hint}.")
         return cls(**values)
+
+    def check_experts(self, num_experts: int | None, num_ranks: int) -> None:
+        """Refuse sizes that FSSDP cannot balance.
+
+        Args:
+            num_experts: of a layer; None: there are none.
+            num_ranks: expert-parallel size.
+
+        Raises:
+            ValueError: the message names the flags.
+        """
+        if num_experts is None:
+            raise ValueError(
+                "--moe-parallel fssdp balances the experts of MoE layers, and --num-experts is not "
+                "given; give it, or drop --moe-parallel fssdp."
+            )
+        if num_ranks == 1:
+            raise ValueError(
+                "--moe-parallel fssdp has nothing to balance with --expert-model-parallel-size 1, "
+                "where every rank holds every expert; use 2 or more, or --moe-parallel ep."
+            )
+        if num_experts % num_ranks:
+            raise ValueError(
+                f"--num-experts {num_experts} is not a multiple of --expert-model-parallel-size "
+                f"{num_ranks}; change one of them."
+            )
+        num_others = num_experts - num_experts // num_ranks
+        if self.fssdp_num_replica_slots > num_others:
+            raise ValueError(
+                f"--fssdp-num-replica-slots {self.fssdp_num_replica_slots} is more than the "
+                f"{num_others} experts that a rank does not own (--num-experts {num_experts}, "
+                f"--expert-model-parallel-size {num_ranks}); use 0 to {num_others}."
+            )
 
 
 def _value_of(flag: str, value: Any, kind: Any) -> Any:
@@ -197,12 +232,16 @@ def _value_of(flag: str, value: Any, kind: Any) -> Any:
         return True
     if value is True or isinstance(value, list):
         raise ValueError(f"{flag} needs one value.")
-    for number, name in ((int, "a whole number"), (float, "a number")):
-        if number in kinds:
-            try:
-                return number(str(value))
-            except ValueError:
-                raise ValueError(f"{flag} is {value!r}; use {name}.") from None
+    if int in kinds:
+        # int() takes more, such as 1_000, of which a reader of the flags would not know.
+        if not re.fullmatch("-?[0-9]+", str(value)):
+            raise ValueError(f"{flag} is {value!r}; use a whole number.")
+        return int(value)
+    if float in kinds:
+        try:
+            return float(value)
+        except ValueError:
+            raise ValueError(f"{flag} is {value!r}; use a number.") from None
     return str(value)
 
 

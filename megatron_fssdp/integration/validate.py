@@ -26,7 +26,7 @@ def validate(args: Namespace) -> FSSDPConfig:
     """
     config = FSSDPConfig.from_args(args)
     if config.moe_parallel == "fssdp":
-        _check_sizes(config, args.num_experts, args.expert_model_parallel_size)
+        config.check_experts(args.num_experts, args.expert_model_parallel_size)
         _check_sequence_parallel(args)
         _check_schedule(config, args)
         _check_fp8(args)
@@ -38,31 +38,6 @@ def validate(args: Namespace) -> FSSDPConfig:
                     f"{rule.way_out}, or use --moe-parallel ep."
                 )
     return config
-
-
-def _check_sizes(config: FSSDPConfig, num_experts: int | None, num_ranks: int) -> None:
-    if num_experts is None:
-        raise ValueError(
-            "--moe-parallel fssdp balances the experts of MoE layers, and --num-experts is not "
-            "given; give it, or drop --moe-parallel fssdp."
-        )
-    if num_ranks == 1:
-        raise ValueError(
-            "--moe-parallel fssdp has nothing to balance with --expert-model-parallel-size 1, "
-            "where every rank holds every expert; use 2 or more, or --moe-parallel ep."
-        )
-    if num_experts % num_ranks:
-        raise ValueError(
-            f"--num-experts {num_experts} is not a multiple of --expert-model-parallel-size "
-            f"{num_ranks}; change one of them."
-        )
-    num_others = num_experts - num_experts // num_ranks
-    if config.fssdp_num_replica_slots > num_others:
-        raise ValueError(
-            f"--fssdp-num-replica-slots {config.fssdp_num_replica_slots} is more than the "
-            f"{num_others} experts that a rank does not own (--num-experts {num_experts}, "
-            f"--expert-model-parallel-size {num_ranks}); use 0 to {num_others}."
-        )
 
 
 def _check_sequence_parallel(args: Namespace) -> None:

@@ -52,7 +52,10 @@ def check_cluster(values: Any, path: str | Path) -> None:
         missing = [key for key in NEEDED.get(name, ()) if key not in part]
         if missing:
             raise ValueError(f"{path}: {name} lacks {', '.join(missing)}")
+        known = NEEDED[name] if name.startswith("topology.") else part
         for key, value in part.items():
+            if key not in known:
+                raise ValueError(f"{path}: {name}.{key} is unknown; use {', '.join(known)}")
             _check(key, value, f"{path}: {name}.{key}")
 
 

@@ -138,8 +138,11 @@ def read_cluster(path: str | Path) -> dict[str, Any]:
         and `cost.ComputeRate.from_mapping` take.
 
     Raises:
-        ValueError: if the file is not a mapping with a `topology`, or a number in it cannot be.
+        ValueError: if there is no such file, it is not a mapping with a `topology`, or a number in
+            it cannot be.
     """
+    if not Path(path).is_file():
+        raise ValueError(f"there is no cluster file {path}")
     values = read_yaml(path)
     check_cluster(values, path)
     return dict(values)

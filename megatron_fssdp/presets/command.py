@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from megatron_fssdp.config import FSSDPConfig
@@ -127,7 +129,7 @@ def build_command(request: Request) -> Command:
     )
     _check_values(user, args)
     args = merge([args, user])
-    FSSDPConfig.from_flags(args)  # raises where one of ours is wrong
+    _check_fssdp(FSSDPConfig.from_flags(args), args)
     layout = read_layout(args, request.num_gpus)
     _check_gpu(args, cluster)
     if request.checks_memory:
@@ -143,10 +145,25 @@ def build_command(request: Request) -> Command:
 def _check_values(user: Args, preset: Args) -> None:
     """Refuse a flag without a value where the preset has one."""
     for flag, value in user.items():
+        if not re.fullmatch("--[a-z][a-z0-9-]*", flag):
+            raise ValueError(f"{flag!r} is no flag; flags start with --, and a small letter")
         is_switch = isinstance(preset.get(flag, True), bool)
         if value == "" or (value is True and not is_switch):
             example = "" if is_switch else f", such as {flag}={preset[flag]}"
             raise ValueError(f"{flag} needs a value{example}; {flag}=false drops it")
+
+
+def _check_fssdp(config: FSSDPConfig, args: Args) -> None:
+    """Refuse what every rank would refuse, after the job has waited for its nodes."""
+    if config.fssdp_cluster is not None:
+        read_cluster(config.fssdp_cluster)
+    if config.fssdp_owners is not None and not Path(config.fssdp_owners).is_file():
+        raise ValueError(f"--fssdp-owners: there is no file {config.fssdp_owners}")
+    if config.moe_parallel == "ep":
+        return
+    sizes = args.get("--num-experts"), args.get("--expert-model-parallel-size", 1)
+    if all(size is None or isinstance(size, int) for size in sizes):  # others `read_layout` refuses
+        config.check_experts(*sizes)
 
 
 def _fssdp_flags(request: Request, cluster_path: str, cluster: Mapping[str, Any]) -> Args:

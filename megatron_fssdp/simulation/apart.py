@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import signal
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -63,7 +66,7 @@ def simulate_apart(
         settings: the other arguments of `simulate`.
 
     Raises:
-        ValueError: as `simulate` does.
+        ValueError: as `simulate` does, or a process was ended from outside.
     """
     if num_processes is None:
         size = len(job.shape.moe_layers) * (num_iterations or trace.num_iterations)
@@ -75,18 +78,29 @@ def simulate_apart(
     # Not forked: who calls may have threads, as a progress bar has.
     context = mp.get_context("spawn")
     steps = context.Array("q", 2)
-    with ProcessPoolExecutor(
+    others = set(mp.active_children())
+    pool = ProcessPoolExecutor(
         min(num_processes, len(systems)), context, initializer=_start, initargs=(run, steps)
-    ) as pool:
+    )
+    try:
         futures = [pool.submit(_simulate_one, name) for name in systems]
         left = set(futures)
         while left:
             done, left = wait(left, timeout=LOOK_S, return_when=FIRST_EXCEPTION)
-            if any(future.exception() is not None for future in done):
-                pool.shutdown(cancel_futures=True)
-                break
+            for future in done:
+                future.result()  # raises what it raised
             tell(steps[0], steps[1] * len(systems))
-        results = [future.result() for future in futures if not future.cancelled()]
+        results = [future.result() for future in futures]
+    except BrokenProcessPool:
+        raise ValueError(
+            f"a process that simulates one of {', '.join(systems)} was ended from outside, perhaps "
+            "for want of memory: give fewer --systems or --iterations"
+        ) from None
+    finally:
+        # After an error, an interrupt too, nothing that still runs is of use.
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in set(mp.active_children()) - others:
+            process.terminate()
     return replace(
         results[0],
         systems=tuple(system for result in results for system in result.systems),
@@ -107,6 +121,16 @@ def _here(run: Callable[..., Result], systems: Sequence[str], tell: Progress) ->
 
 def _start(run: Callable[..., Result], steps: Any) -> None:
     _shared.update(run=run, steps=steps)
+    # A terminal interrupts all; the one that waits for the others ends them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = mp.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _simulate_one(name: str) -> Result:

@@ -198,7 +198,7 @@ def cluster_from_mapping(
         if len(set(size)) != 1:
             raise ValueError(
                 f"cluster {name} has nodes of {size} ranks: the simulator needs equal nodes, "
-                "give it --ranks-per-node"
+                "give topology.ranks_per_node one number"
             )
         size = int(size[0])
     links = Topology.from_mapping({**topology, "ranks_per_node": 1}, 1)

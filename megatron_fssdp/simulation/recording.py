@@ -36,6 +36,8 @@ import numpy as np
 import numpy.typing as npt
 
 VERSION = 2
+# Counts are kept in 4 bytes.
+MOST = 2**31 - 1
 MAGIC = b"FSSDP\x00TR"
 FRAME = np.dtype(
     [("magic", "S8"), ("iteration", "<i4"), ("num_bytes", "<u4"), ("crc32", "<u4")], align=False
@@ -83,12 +85,24 @@ class Stage:
     notes: tuple[str, ...]
 
     def read(self, iteration: int) -> Int32Array:
-        """Return an iteration's numbers."""
+        """Return an iteration's numbers.
+
+        Raises:
+            ValueError: they are not as many as the header tells.
+        """
         start, num_bytes = self.frames[iteration]
         with self.path.open("rb") as file:
             file.seek(start)
             planes = np.frombuffer(zlib.decompress(file.read(num_bytes)), dtype=np.uint8)
-        return np.ascontiguousarray(planes.reshape(4, -1).T).view("<i4").ravel()
+        values = np.ascontiguousarray(planes.reshape(4, -1).T).view("<i4").ravel()
+        # Of each layer its counts, loads, replicas and kilobytes.
+        expected = sum(ranks * experts + ranks + 2 for ranks, experts in self.layers)
+        if len(values) != expected:
+            raise ValueError(
+                f"{self.path}: iteration {iteration} has {len(values)} numbers, and its header "
+                f"tells of {expected}; the two are of different runs"
+            )
+        return values
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,13 +188,20 @@ class TraceWriter:
         replicas_L: Sequence[int],
         copied_kb_L: Sequence[int],
     ) -> None:
-        """Write one iteration. One write, flushed: a killed job loses nothing before it."""
+        """Write one iteration. One write, flushed: a killed job loses nothing before it.
+
+        Raises:
+            ValueError: a count is too large for the format.
+        """
         parts: list[npt.NDArray[Any]] = []
         for counts, loads, replicas, kb in zip(
             counts_LRE, loads_LR, replicas_L, copied_kb_L, strict=True
         ):
             parts += [counts.ravel(), loads, np.array([replicas, kb])]
-        values = np.concatenate(parts).astype("<i4")
+        values = np.concatenate(parts)
+        if values.max(initial=0) > MOST:
+            raise ValueError(f"a count of {values.max()} tokens; the format holds at most {MOST}")
+        values = values.astype("<i4")
         # Byte planes: the high bytes are nearly all zero and shrink to nothing.
         planes = np.ascontiguousarray(values.view(np.uint8).reshape(-1, 4).T)
         payload = zlib.compress(planes.tobytes(), level=1)
@@ -228,6 +249,16 @@ def _index(path: Path, reads_all: bool = True) -> tuple[dict[int, tuple[int, int
     return frames, notes
 
 
+def _is_header(header: dict[str, Any]) -> bool:
+    layers, numbers = header.get("layers"), header.get("numbers")
+    if not isinstance(layers, list) or not isinstance(numbers, list):
+        return False
+    sizes = [size for pair in layers if isinstance(pair, list) for size in pair]
+    are_pairs = all(isinstance(pair, list) and len(pair) == 2 for pair in layers)
+    are_whole = all(type(each) is int for each in (*sizes, *numbers, header.get("stages")))
+    return are_pairs and are_whole and len(numbers) == len(layers) and min(sizes, default=1) > 0
+
+
 def _open_stage(header_path: Path) -> Stage:
     try:
         header = json.loads(header_path.read_text(encoding="utf-8"))
@@ -236,6 +267,11 @@ def _open_stage(header_path: Path) -> Stage:
         raise ValueError(f"{header_path} is no header of a trace: no JSON object") from None
     if version != VERSION:
         raise ValueError(f"{header_path} has format {version}; this reads {VERSION}")
+    if not _is_header(header):
+        raise ValueError(
+            f"{header_path} is damaged: 'layers' must be pairs of ranks and experts, 'numbers' as "
+            "many whole numbers, 'stages' one"
+        )
     path = header_path.with_suffix(".bin")
     if not path.exists():
         raise ValueError(f"{path} is missing; its header {header_path.name} is there")

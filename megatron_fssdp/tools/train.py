@@ -85,6 +85,11 @@ def _check_launch(request: Request, command: Command, environ: Mapping[str, str]
             f"there is no file {request.script}; give Megatron-LM's or this repository's "
             "pretrain_gpt.py with --script"
         )
+    if request.node_rank is not None and request.node_rank >= request.num_nodes:
+        raise ValueError(
+            f"--node-rank is {request.node_rank}; with --nodes {request.num_nodes} use 0 to "
+            f"{request.num_nodes - 1}"
+        )
     for word, name in ((MASTER_ADDR, "--master-addr"), (NODE_RANK, "--node-rank")):
         if word in command.words:
             raise ValueError(

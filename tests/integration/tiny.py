@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ import torch.distributed as dist
 from tests.integration.shards import cut, plain_name, shard_name, whole_shape
 
 VOCAB = 64
+# Of megatron-core before 0.18, by today's.
+OLD_NAMES = {"moe_flex_dispatcher_num_sms": "moe_deepep_num_sms"}
 _OPTIMIZER_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
@@ -167,7 +169,9 @@ class TinyRun:
         kind = TransformerConfig
         if job.model.get("multi_latent_attention"):
             kind = MLATransformerConfig
-        return kind(**{**settings, **job.model})
+        known = {field.name for field in fields(kind)}
+        model = {name if name in known else OLD_NAMES[name]: v for name, v in job.model.items()}
+        return kind(**{**settings, **model})
 
     def _model(self) -> list[torch.nn.Module]:
         """Build this rank's model chunks."""

@@ -171,6 +171,23 @@ def test_gpus_without_bf16_say_what_to_set() -> None:
             (*MIXTRAL, "--set", "--fssdp-num-replica-slot=2"),
             "there is no flag --fssdp-num-replica-slot; did you mean --fssdp-num-replica-slots.",
         ),
+        ((*MIXTRAL, "--set", "--fssdp-reshard=3"), "did you mean --fssdp-reshard-interval."),
+        (
+            (*MIXTRAL, "--set", "--fssdp-num-replica-slots=+3"),
+            "--fssdp-num-replica-slots is '+3'; use a whole number",
+        ),
+        (
+            (*MIXTRAL, "--set", "--fssdp-num-replica-slots=8"),
+            "--fssdp-num-replica-slots 8 is more than the 7 experts that a rank does not own",
+        ),
+        ((*MIXTRAL, "--set", "--num-experts=false"), "--num-experts is not given; give it, or"),
+        ((*MIXTRAL, "--set", "--fssdp-cluster=no.yaml"), "there is no cluster file no.yaml"),
+        ((*MIXTRAL, "--set", "--fssdp-owners=no.json"), "there is no file no.json"),
+        ((*MIXTRAL, "--set", "--=3"), "'--' is no flag; flags start with --, and a small letter"),
+        (
+            (*MIXTRAL, "--master-addr", "a", "--node-rank", "4"),
+            "--node-rank is 4; with --nodes 4 use 0 to 3",
+        ),
         ((*MIXTRAL, "--set", "--fssdp-log-plan=x"), "--fssdp-log-plan is 'x'; use a whole number"),
         ((*MIXTRAL, "--set", "--fssdp-log-plan=-1"), "--fssdp-log-plan is -1; use 0 to 1000000000"),
         (

@@ -2,7 +2,12 @@
 
 """Systems that are simulated in processes of their own have the result of one process."""
 
+import multiprocessing as mp
+import os
 import pickle
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +82,63 @@ class Failing(ZipfTrace):
         return super().counts(iteration)
 
 
+class Killing(ZipfTrace):
+    """Ends its process in the sixth iteration."""
+
+    def counts(self, iteration: int) -> Any:
+        """Return counts, for a while."""
+        if iteration == 5:
+            os._exit(9)
+        return super().counts(iteration)
+
+
 @pytest.mark.parametrize(
     ("trace", "settings", "error"),
     [
         (LAZY, {"num_iterations": 99}, (ValueError, "iterations after")),
         (Failing(1.0, 8, 2, 4, 10), {}, (MemoryError, "the sixth iteration")),
+        (Killing(1.0, 8, 2, 4, 10), {}, (ValueError, "ep, laer, fssdp was ended from outside")),
     ],
 )
 def test_errors_come_through(trace: Any, settings: Any, error: Any) -> None:
     """What one process finds wrong, at once or late, is raised here."""
     with pytest.raises(error[0], match=error[1]):
         simulate_apart(make_job(), make_cluster(), trace, SYSTEMS, num_processes=2, **settings)
+
+
+def test_an_interrupt_ends_all_processes() -> None:
+    """At once, though they have minutes to go."""
+    long = ZipfTrace(1.0, 8, 2, 4, 100_000, tokens=512)
+
+    def interrupt(done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    before = set(mp.active_children())
+    with pytest.raises(KeyboardInterrupt):
+        simulate_apart(
+            make_job(), make_cluster(), long, SYSTEMS, num_processes=2, progress=interrupt
+        )
+    left = set(mp.active_children()) - before
+    for process in left:
+        process.join(timeout=10)
+    assert not any(process.is_alive() for process in left)
+
+
+def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+    """It may be killed, and can end nobody then."""
+    fssdp = str(Path(sys.executable).parent / "fssdp")
+    words = ("simulate", "--model", "deepseek_v3", "--cluster", "h100_dgx", "--nodes", "64")
+    command = [fssdp, *words, "--trace", "zipf:0.8", "--systems", "ep,fssdp"]
+    # Its processes hold this pipe too: it ends when all have.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as parent:
+        assert parent.stdout is not None
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+        deadline = time.monotonic() + 60
+        # Two, and the one that looks after what they share.
+        while len(children.read_text().split()) < 3 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(2)  # for their imports
+        assert len(children.read_text().split()) == 3
+        parent.kill()
+        parent.stdout.read()

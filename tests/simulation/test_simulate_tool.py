@@ -98,6 +98,11 @@ def test_wrong_words_are_told_in_a_sentence(words, message) -> None:
         ("ranks_per_node: 8", "ranks_per_node: 0", "topology.ranks_per_node is 0; use a whole"),
         ("  flops_per_s: 200.0e+12", "", "compute lacks flops_per_s"),
         ("topology:", "topology: [", "is no YAML file: while parsing"),
+        (
+            "bytes_per_s: 300.0e+9",
+            "bytes_per_s: 1e9\n    colour: 3",
+            "topology.intra_node.colour is unknown; use bytes_per_s, latency_s",
+        ),
     ],
 )
 def test_a_cluster_file_that_cannot_be_is_named_with_its_key(tmp_path, old, new, message) -> None:

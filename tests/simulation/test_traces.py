@@ -133,9 +133,29 @@ def test_bad_folders_and_files_say_what_is_expected(tmp_path: Path) -> None:
     (tmp_path / "trace-stage0.json").write_text('{"version": 99, "layers": []}')
     with pytest.raises(ValueError, match="format 99; this reads 2"):
         open_trace(tmp_path)
+    whole = '{"version": 2, "stages": 1, "layers": [[1, -4]], "numbers": [1]}'
+    for header in ('{"version": 2}', whole, whole.replace("[[1, -4]]", "[[1]]")):
+        (tmp_path / "trace-stage0.json").write_text(header)
+        with pytest.raises(ValueError, match="is damaged: 'layers' must be pairs"):
+            open_trace(tmp_path)
     (tmp_path / "trace-stage0.json").write_text("no")
     with pytest.raises(ValueError, match="no header of a trace"):
         open_trace(tmp_path)
+
+
+def test_a_header_of_another_run_is_noticed(recorded: Path) -> None:
+    header = recorded / "trace-stage0.json"
+    header.write_text(header.read_text().replace("[4, 8]", "[4, 4]"))
+    with pytest.raises(ValueError, match="has 114 numbers, and its header tells of 66"):
+        open_trace(recorded).counts(0)
+
+
+def test_counts_that_the_format_cannot_hold_are_refused(tmp_path: Path) -> None:
+    most = np.full((1, 1, 1, 2), 2**30 - 1)
+    write_trace(Trace.of(most, "made"), tmp_path / "most")
+    assert open_trace(tmp_path / "most").counts(0).sum() == 2**31 - 2
+    with pytest.raises(ValueError, match="a count of 4294967292 tokens; the format holds at most"):
+        write_trace(Trace.of(2 * most, "made"), tmp_path / "more")
 
 
 def test_npz_and_csv(tmp_path: Path) -> None:
