@@ -71,7 +71,7 @@ class ToldAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
             found = "the others' differ from this rank's"
             if not is_same:
                 found = (
-                    f"rank {self.ep_rank} expects {told_S.tolist()} tokens in its slots, and is "
+                    f"rank {self.ep_group.rank()} expects {told_S.tolist()} tokens in its slots, and is "
                     f"sent {tokens_S.tolist()}"
                 )
             raise RuntimeError(

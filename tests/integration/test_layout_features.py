@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_fssdp.integration import versions
 from tests.deep_ep_stub.install import install
 from tests.integration.double import in_double
 from tests.integration.shards import join
@@ -179,6 +180,7 @@ def _train_with_flex(jobs: list[Job]) -> list[Trained]:
     return run_many(jobs)
 
 
+@pytest.mark.skipif(versions.core_release() < (0, 18), reason="0.17 overlaps with alltoall alone")
 def test_flex_with_capacity_and_overlapped_shared_expert() -> None:
     """In fp32, as in test_equality: the stand-in for DeepEP's kernels takes no fp64."""
     model = {
