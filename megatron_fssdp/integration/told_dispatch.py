@@ -71,8 +71,8 @@ class ToldAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
             found = "the others' differ from this rank's"
             if not is_same:
                 found = (
-                    f"rank {self.ep_group.rank()} expects {told_S.tolist()} tokens in its slots, and is "
-                    f"sent {tokens_S.tolist()}"
+                    f"rank {self.ep_group.rank()} expects {told_S.tolist()} tokens in its slots, "
+                    f"and is sent {tokens_S.tolist()}"
                 )
             raise RuntimeError(
                 f"--fssdp-check-plans: expert-parallel ranks made different quotas ({found}); do "
