@@ -167,7 +167,9 @@ def simulate(
     ] = None,
     iterations: Annotated[
         int | None,
-        typer.Option(min=1, help="Iterations that count, after 5 that are only watched."),
+        typer.Option(
+            min=1, max=1_000_000, help="Iterations that count, after 5 that are only watched."
+        ),
     ] = None,
     global_batch: Annotated[
         int | None, typer.Option(min=1, help="Sequences of an iteration. Default: the preset's.")
@@ -191,6 +193,9 @@ def simulate(
     from megatron_fssdp.tools import simulate as tool
 
     with _user_errors("simulate"):
+        for path in (json, chrome_trace, html):
+            if path is not None and not path.parent.is_dir():
+                raise ValueError(f"there is no folder {path.parent} to write {path.name} to")
         request = tool.Request(
             model=model,
             cluster=cluster,

@@ -264,7 +264,8 @@ def _read_npz(path: Path, num_ranks: int) -> Read:
                 raise ValueError(f"it has {data.files}, neither counts nor loads")
             counts = data[name].astype(np.int64)
     except (OSError, EOFError, zipfile.BadZipFile, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"{path} cannot be read: {reason}") from None
     if counts.ndim == 3:
         return deal(counts, num_ranks), [DEALT.format(num_ranks)]
     if counts.ndim != 4 or not counts.size or counts.min() < 0:

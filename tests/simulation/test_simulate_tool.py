@@ -66,6 +66,11 @@ def test_a_recorded_trace_is_read(tmp_path) -> None:
     [
         ("--trace zipf:x", "write zipf:EXPONENT"),
         ("--trace no/such/file", "does not exist"),
+        (
+            "--trace zipf:1 --slots 64",
+            "--slots 64 is more than the 56 experts that a rank does not",
+        ),
+        ("--trace zipf:1 --json no/x.json", "there is no folder no to write x.json to"),
         ("--trace zipf:1 --systems ep,mooncake", "mooncake unknown; choose from ep,"),
         ("--trace zipf:1 --model gpt5", "there is no model named 'gpt5'"),
         ("--trace zipf:1 --cluster abacus", "there is no cluster named 'abacus'"),
