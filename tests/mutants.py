@@ -225,7 +225,9 @@ MUTANTS: dict[str, Mutant] = {
     "a replica's share of the gradient dropped": Mutant(
         _drop_a_replicas_share, (f"{_VARIANT}[sgd]",)
     ),
-    "two replicas' gradients swapped": Mutant(_swap_two_replicas_gradients, (f"{_VARIANT}[sgd]",)),
+    "two replicas' gradients swapped": Mutant(
+        _swap_two_replicas_gradients, (f"{_VARIANT}[more-replicas-than-needed]",)
+    ),
     "replicas' weights one step old": Mutant(_keep_stale_replicas, (f"{_VARIANT}[sgd]",)),
     "router's gradient not reduced": Mutant(
         _skip_the_routers_reduction,

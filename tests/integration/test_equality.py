@@ -139,7 +139,12 @@ VARIANTS = {
     },
     "frozen-experts": {"freeze": "experts"},
     "frozen-fc1": {"freeze": "linear_fc1"},
-    "more-replicas-than-needed": {"fssdp": {"fssdp_num_replica_slots": 4}},
+    # The paper's planner fills them: a rank has several replicas, and their gradients.
+    "more-replicas-than-needed": {
+        "optimizer": "sgd",
+        "lr": 0.1,
+        "fssdp": {"fssdp_planner": "load", "fssdp_num_replica_slots": 4},
+    },
     "no-replica-slots": {"fssdp": {"fssdp_num_replica_slots": 0}},
 }
 
