@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fssdp.integration import versions
 from tests.integration.double import in_double
 from tests.integration.tiny import Job, Trained, run_many
 from tests.pairwise import Case, Constraint, covering_cases, spread
@@ -205,6 +206,10 @@ def _name(position: int) -> str:
 @pytest.mark.parametrize("position", range(len(CASES)) if ALL else DEFAULT, ids=_name)
 def test_layout_equals_ep(position: int) -> None:
     case = CASES[position]
+    if versions.core_release() == (0, 18) and case["mtp"] and case["recompute"] == "full":
+        pytest.skip(
+            "megatron-core 0.18 passes its MTP layer's recompute a mask that it cannot take"
+        )
     fssdp = {name: value for name, value in case.items() if name.startswith("fssdp")}
     ranks = assert_equals_ep(world_size_of(case), job_of(case), **fssdp)
     assert sum(sum(rank.replicas) for rank in ranks) > 0, "no replica: equality is no news"
