@@ -176,12 +176,15 @@ def measure_links(large_bytes: int) -> tuple[list[str], dict[str, LinkClass], in
     links, adapters = {}, None
     for key, peer in peers.items():
         if peer is not None:
-            latency_s = _measure_pair(0, peer, large_bytes).latency_s
+            one_way = _measure_pair(0, peer, large_bytes)
+            latency_s = one_way.latency_s
             together = _exchange_rate(_targets(hosts, key), large_bytes, latency_s)
             links[key] = LinkClass(bytes_per_s=together, latency_s=latency_s)
             if key == "inter_node":
                 pair = [[peer] if r == 0 else [0] if r == peer else [] for r in range(len(hosts))]
-                alone = _exchange_rate(pair, large_bytes, latency_s)
+                # The most that a rank gets: one connection may fill no adapter in both directions.
+                both_ways = _exchange_rate(pair, large_bytes, latency_s)
+                alone = max(one_way.bytes_per_s, both_ways)
                 adapters = count_adapters(hosts.count(hosts[0]), alone, together)
     return hosts, links, adapters
 
