@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_fssdp.planning.plan import EMPTY, Int64Array, LayerPlan
 from megatron_fssdp.planning.planner import PlanSettings
@@ -105,14 +106,17 @@ class ComputeRate:
             memory_bytes_per_s=float(values.get("memory_bytes_per_s", HBM_BYTES_PER_S)),
         )
 
+    def at(self, rows: npt.NDArray[Any] | float) -> npt.NDArray[np.float64]:
+        """Flop/s of products of so many rows each."""
+        if not self.rate_by_rows:
+            return np.full(np.shape(rows), self.flops_per_s)
+        table_rows, table_rate = zip(*self.rate_by_rows, strict=True)
+        return np.asarray(np.interp(np.asarray(rows), table_rows, table_rate))
+
     def forward_s(self, rows_G: Int64Array, shape: LayerShape) -> float:
         """Seconds that a rank's experts take forward; (G,) tokens of each. None takes nothing."""
         rows_G = rows_G[rows_G > 0]
-        rate_G = np.full(len(rows_G), self.flops_per_s)
-        if self.rate_by_rows:
-            table_rows, table_rate = zip(*self.rate_by_rows, strict=True)
-            rate_G = np.interp(rows_G, table_rows, table_rate)
-        seconds_G = rows_G * 2.0 * shape.num_params / rate_G
+        seconds_G = rows_G * 2.0 * shape.num_params / self.at(rows_G)
         return float(np.maximum(seconds_G, self.group_floor_s).sum())
 
 

@@ -95,7 +95,8 @@ class Costs:
             scores = tokens * shape.num_heads * shape.sequence / layout.tp
             moved += SCORE_PASSES * scores * job.param_bytes
             moved += ROTARY_PASSES * tokens / layout.tp * row_bytes
-        seconds = flops / self.cluster.rate.flops_per_s + moved / self.cluster.memory_bytes_per_s
+        seconds = flops / float(self.cluster.rate.at(tokens))
+        seconds += moved / self.cluster.memory_bytes_per_s
         if layout.tp > 1:
             # Sequence parallelism: an all-gather and a reduce-scatter for the attention.
             stage = self.cluster.network(range(layout.tp))
@@ -118,18 +119,14 @@ class Costs:
         shape, layout = self.job.shape, self.job.layout
         tokens = layout.micro_batch * shape.sequence / layout.cp
         flops = 2.0 * tokens * shape.hidden_size * shape.vocab_size / layout.tp
-        return flops / self.cluster.rate.flops_per_s
+        return flops / float(self.cluster.rate.at(tokens))
 
     def experts_R(self, flow: Flow) -> Float64Array:
         """(R,) forward seconds of each rank's experts."""
         job, rate = self.job, self.cluster.rate
         rows = flow.rows_N
-        speed: float | Float64Array = rate.flops_per_s
-        if rate.rate_by_rows:
-            table_rows, table_rate = zip(*rate.rate_by_rows, strict=True)
-            speed = np.interp(rows, table_rows, table_rate)
         params = self.shape.num_params / job.layout.etp
-        seconds = np.maximum(rows * (2.0 * params) / speed, rate.group_floor_s)
+        seconds = np.maximum(rows * (2.0 * params) / rate.at(rows), rate.group_floor_s)
         passes = INNER_PASSES if self.cluster.has_fused_kernels else UNFUSED_INNER_PASSES
         inner = passes * job.shape.moe_ffn_size / job.layout.etp
         row_bytes = job.param_bytes * (ROW_PASSES * job.shape.hidden_size + inner)

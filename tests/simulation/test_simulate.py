@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from megatron_fssdp.planning.cost import ComputeRate
 from megatron_fssdp.planning.planner import PlanSettings
 from megatron_fssdp.planning.topology import LinkClass
 from megatron_fssdp.presets.files import find_file
@@ -107,6 +108,15 @@ def test_passes_over_memory_count() -> None:
     two = make_job(2, num_experts=2, expert_model_parallel_size=2)
     kept_s = [Costs(two, each).tokens_s(flow) for each in (cluster, make_cluster())]
     assert kept_s[0] - kept_s[1] == pytest.approx(30 * 128 * 2 / 1e9)
+
+
+def test_dense_products_have_the_rate_of_as_many_rows() -> None:
+    """Not the best that was measured: among noisy measurements that is the luckiest."""
+    job, tokens = make_job(), 256
+    rate = ComputeRate(flops_per_s=9e12, rate_by_rows=((tokens, 1e12), (2 * tokens, 9e12)))
+    measured, plain = Costs(job, make_cluster(rate=rate)), Costs(job, make_cluster())
+    assert measured.dense_s(1) == pytest.approx(plain.dense_s(1))
+    assert measured.head_s() == pytest.approx(plain.head_s())
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
