@@ -16,6 +16,9 @@ import numpy as np
 
 from megatron_fssdp.planning.plan import Int64Array
 
+# Iterations that the sliding mean covers: the paper's w.
+DEFAULT_WINDOW = 5
+
 
 class Predictor(Protocol):
     """What a planner needs of a predictor."""
@@ -36,7 +39,7 @@ class Predictor(Protocol):
 class SlidingMean:
     """The mean of the last w iterations, rounded down (the paper's choice with w = 5, sec. 4.2)."""
 
-    def __init__(self, window: int = 5) -> None:
+    def __init__(self, window: int = DEFAULT_WINDOW) -> None:
         if window < 1:
             raise ValueError(f"the window is {window} iterations; it must be at least 1")
         self.window = window

@@ -122,6 +122,11 @@ class Job:
     notes: tuple[str, ...] = ()
 
     @property
+    def most_slots(self) -> int:
+        """Replica slots of a rank that can be filled: as many as others own experts."""
+        return self.shape.num_experts - self.shape.num_experts // self.layout.ep
+
+    @property
     def tokens_per_rank(self) -> int:
         """Tokens of a micro-batch that a rank of the expert-parallel group brings.
 

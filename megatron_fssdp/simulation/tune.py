@@ -21,7 +21,7 @@ from functools import partial
 
 import numpy as np
 
-from megatron_fssdp.planning.predict import DEFAULT_PREDICTOR
+from megatron_fssdp.planning.predict import DEFAULT_PREDICTOR, DEFAULT_WINDOW
 from megatron_fssdp.simulation.cluster import Cluster
 from megatron_fssdp.simulation.model import Job
 from megatron_fssdp.simulation.result import Float64Array, SystemResult
@@ -32,7 +32,11 @@ from megatron_fssdp.simulation.systems.planning import fssdp_planning
 
 SLOTS = (1, 2, 4, 8)
 # With the window, which counts for the sliding mean alone.
-PREDICTORS = (("exponential", 5), ("sliding", 2), ("sliding", 5), ("sliding", 10), ("last", 5))
+PREDICTORS = (
+    ("exponential", DEFAULT_WINDOW),
+    *(("sliding", window) for window in (2, DEFAULT_WINDOW, 10)),
+    ("last", DEFAULT_WINDOW),
+)
 TOLERANCES = (0.01, 0.05, 0.1)
 INTERVALS = (0, 25, 100)
 
@@ -60,7 +64,7 @@ class Settings:
     num_replica_slots: int = 2
     rematerializes: bool = False
     predictor: str = DEFAULT_PREDICTOR
-    prediction_window: int = 5
+    prediction_window: int = DEFAULT_WINDOW
     balance_tolerance: float = 0.01
     reshard_interval: int = 100
 
@@ -214,7 +218,9 @@ def tune(
     ep = run("ep", Options())
     tried: dict[Settings, Tried] = {}
     default = Settings.of_options(Options.of_flags(job.fssdp_args))
-    best = replace(default, num_replica_slots=min(default.num_replica_slots, _most_slots(job)))
+    best = replace(
+        default, num_replica_slots=min(default.num_replica_slots, max(job.most_slots, 1))
+    )
     room = cluster.usable_bytes
     for candidates in _rounds(job, len(ep.iteration_s)):
         for settings in candidates(best):
@@ -316,15 +322,9 @@ def break_even_s(
     return high[0]
 
 
-def _most_slots(job: Job) -> int:
-    """Return the slots that can be filled: as many as others have experts."""
-    owned = job.shape.num_experts // job.layout.ep
-    return max(job.shape.num_experts - owned, 1)
-
-
 def _rounds(job: Job, num_iterations: int) -> Iterator[Callable[[Settings], list[Settings]]]:
     """Yield what to vary, one setting at a time, around the best so far."""
-    slots = [each for each in SLOTS if each <= _most_slots(job)]
+    slots = [each for each in SLOTS if each <= max(job.most_slots, 1)]
     yield lambda best: [
         replace(best, num_replica_slots=each, rematerializes=drops)
         for each in slots

@@ -221,7 +221,7 @@ def _exchange_rate(targets: list[list[int]], large_bytes: int, latency_s: float)
     Each rank sends `large_bytes` in all to its targets.
     """
     rank, size = dist.get_rank(), len(targets)
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    device = _link_device()
     share = [large_bytes // max(len(to), 1) for to in targets]
     sends = [share[rank] if peer in targets[rank] else 0 for peer in range(size)]
     receives = [share[peer] if rank in targets[peer] else 0 for peer in range(size)]
@@ -238,7 +238,7 @@ def _exchange_rate(targets: list[list[int]], large_bytes: int, latency_s: float)
 def _measure_pair(first: int, second: int, large_bytes: int) -> LinkClass:
     """Send to and fro between two ranks; the others wait. All ranks get the result."""
     rank = dist.get_rank()
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    device = _link_device()
     seconds = []
     for num_bytes in (SMALL_BYTES, large_bytes):
         message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -318,7 +318,7 @@ def _slowest_s(seconds: float) -> float:
     """Return the most that any rank has."""
     if not dist.is_initialized():
         return seconds
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    device = _link_device()
     slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.item()
@@ -330,6 +330,11 @@ def _time_s(function: Callable[[], object]) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - start
+
+
+def _link_device() -> torch.device:
+    """Where the process group's messages lie."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def _device_name() -> str:

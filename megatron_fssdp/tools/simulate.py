@@ -88,11 +88,10 @@ def run(request: Request, console: Console) -> Result:
 def _options(request: Request, job: Job) -> Options:
     options = Options.of_flags(job.fssdp_args)
     if request.slots is not None:
-        num_others = job.shape.num_experts - job.shape.num_experts // job.layout.ep
-        if request.slots > num_others:
+        if request.slots > job.most_slots:
             raise ValueError(
-                f"--slots {request.slots} is more than the {num_others} experts that a rank does "
-                f"not own; use 0 to {num_others}"
+                f"--slots {request.slots} is more than the {job.most_slots} experts that a rank "
+                f"does not own; use 0 to {job.most_slots}"
             )
         options = replace(options, num_replica_slots=request.slots)
     if request.planning_us is not None:

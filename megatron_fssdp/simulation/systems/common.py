@@ -18,6 +18,7 @@ import numpy.typing as npt
 from megatron_fssdp.planning.cost import ComputeRate, LayerShape
 from megatron_fssdp.planning.plan import EMPTY, Int64Array, LayerPlan
 from megatron_fssdp.planning.planner import PlanSettings
+from megatron_fssdp.planning.predict import DEFAULT_WINDOW
 from megatron_fssdp.planning.sharding import shard_evenly
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.simulation.costs import GRAD_BYTES, OPTIMIZER_BYTES, Costs
@@ -47,7 +48,7 @@ class Options:
     num_replica_slots: int = 2
     settings: PlanSettings = field(default_factory=PlanSettings)
     predictor: str = "exponential"
-    prediction_window: int = 5
+    prediction_window: int = DEFAULT_WINDOW
     reshard_interval: int = 100
     rearrange_interval: int = 25
     planning_s: float | None = None
