@@ -8,9 +8,10 @@ import multiprocessing as mp
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -83,7 +84,8 @@ def simulate_apart(
         min(num_processes, len(systems)), context, initializer=_start, initargs=(run, steps)
     )
     try:
-        futures = [pool.submit(_simulate_one, name) for name in systems]
+        with _one_thread_each():
+            futures = [pool.submit(_simulate_one, name) for name in systems]
         left = set(futures)
         while left:
             done, left = wait(left, timeout=LOOK_S, return_when=FIRST_EXCEPTION)
@@ -106,6 +108,25 @@ def simulate_apart(
         systems=tuple(system for result in results for system in result.systems),
         notes=tuple(dict.fromkeys(note for result in results for note in result.notes)),
     )
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Have processes that start in here compute with one thread, for each has a core.
+
+    BLAS's other threads would spin between its small products, on the cores of the others.
+    """
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _tell_nobody(done: int, total: int) -> None:

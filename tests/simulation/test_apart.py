@@ -72,6 +72,26 @@ def test_little_is_done_here() -> None:
     assert seen == [(number, 30) for number in range(1, 31)]
 
 
+class Telling(ZipfTrace):
+    """Has no loads where BLAS would take more than a thread."""
+
+    def counts(self, iteration: int) -> Any:
+        """Return counts, of nothing in a process that shares its core."""
+        return super().counts(iteration) * (os.environ.get("OPENBLAS_NUM_THREADS") == "1")
+
+
+def test_each_process_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More would spin on the cores of the others; this one keeps its settings."""
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "7")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    case = (make_job(), make_cluster())
+    found = simulate_apart(*case, Telling(1.0, 8, 2, 4, 10), SYSTEMS, num_processes=2)
+    expected = simulate(*case, ZipfTrace(1.0, 8, 2, 4, 10), SYSTEMS)
+    np.testing.assert_array_equal(found.owner_loads_LR, expected.owner_loads_LR)
+    assert os.environ["OPENBLAS_NUM_THREADS"] == "7"
+    assert "OMP_NUM_THREADS" not in os.environ
+
+
 class Failing(ZipfTrace):
     """Breaks in the sixth iteration, in every process."""
 

@@ -61,15 +61,35 @@ def _place(
     load_E: Int64Array, counts: list[int], topology: Topology, capacity: int
 ) -> tuple[list[list[int]], float]:
     slots: list[list[int]] = [[] for _ in range(topology.num_ranks)]
-    load_R = np.zeros(topology.num_ranks)
-    shares = load_E / counts
-    for expert in np.argsort(-shares, kind="stable").tolist():
-        held_M = np.zeros(topology.num_nodes)
-        for _ in range(counts[expert]):
-            open_ranks = [r for r, held in enumerate(slots) if len(held) < capacity]
-            fresh = [r for r in open_ranks if expert not in slots[r]] or open_ranks
-            rank = min(fresh, key=lambda r: (held_M[topology.node_of_rank[r]], load_R[r]))
-            slots[rank].append(expert)
-            load_R[rank] += shares[expert]
-            held_M[topology.node_of_rank[rank]] += 1
-    return slots, float(load_R.max())
+    # Each node's ranks with an open slot, the least loaded first: (load, rank).
+    open_M: list[list[tuple[float, int]]] = [[] for _ in range(topology.num_nodes)]
+    for rank, node in enumerate(topology.node_of_rank):
+        open_M[node].append((0.0, rank))
+    shares = (load_E / counts).tolist()
+    fullest = 0.0
+    for expert in np.argsort(-np.array(shares), kind="stable").tolist():
+        left, share = counts[expert], shares[expert]
+        while left:
+            left, taken = _take(open_M, left)
+            for load, rank in taken:
+                slots[rank].append(expert)
+                fullest = max(fullest, load + share)
+                if len(slots[rank]) < capacity:
+                    heapq.heappush(open_M[topology.node_of_rank[rank]], (load + share, rank))
+    return slots, fullest
+
+
+def _take(
+    open_M: list[list[tuple[float, int]]], number: int
+) -> tuple[int, list[tuple[float, int]]]:
+    """Take ranks for copies of an expert, one of each node in turn, the least loaded first.
+
+    Returns:
+        How many are missing because no other rank has a slot, and the ranks with their loads.
+    """
+    taken: list[tuple[float, int]] = []
+    while number and any(open_M):
+        nodes = sorted((ranks for ranks in open_M if ranks), key=lambda ranks: ranks[0])[:number]
+        taken += [heapq.heappop(ranks) for ranks in nodes]
+        number -= len(nodes)
+    return number, taken
