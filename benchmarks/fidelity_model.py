@@ -20,6 +20,7 @@ SEQUENCE, BATCH, VOCAB, SLOTS = 256, 4, 256, 2
 TOKENS = SEQUENCE * BATCH
 LARGE_BYTES = 1 << 22  # about what a rank sends in an exchange
 ROWS = (1, 64, 256, 512, 1024, 2048)
+WARM_UPS = 2
 
 FLAGS: dict[str, Any] = {
     "--num-layers": LAYERS,
@@ -161,16 +162,20 @@ class Case:
         return seconds.item()
 
 
-def measure(num_repeats: int, limit: float | None = None) -> dict[str, Any]:
-    """Time all cases in turns, and calibrate before and after each shape. Runs on every rank.
+def measure(num_rounds: int, limit: float | None = None) -> dict[str, Any]:
+    """Time all cases in turns, and calibrate before and after each round. Runs on every rank.
+
+    A round runs each shape's systems once to see its loads, and then EP, FSSDP, FSSDP, EP: what
+    else the machine does in the meantime, and what one run leaves to the next, meets all alike.
 
     Args:
-        num_repeats: timed iterations of each case.
+        num_rounds: each case is timed twice in each.
         limit: bytes per second of the cable between two nodes; None: there is one node.
 
     Returns:
-        `calibrated`: cluster files' mappings and the seconds of planning, one more than there are
-        shapes; `seconds`: by (shape, system) the timed iterations. Rank 0's count.
+        `calibrated`: cluster files' mappings and the seconds of planning, one more than rounds;
+        `seconds`: by (shape, system) the timed iterations, of which those at the same place are
+        neighbours. Rank 0's count.
     """
     torch.set_num_threads(1)
     from megatron_fssdp.integration import cpu_platform
@@ -188,14 +193,18 @@ def measure(num_repeats: int, limit: float | None = None) -> dict[str, Any]:
         file.flush()
         cases = {system: Case(system, file.name) for system in ("ep", "fssdp")}
     seconds: dict[tuple[str, str], list[float]] = {}
-    for name in shares():
-        for case in cases.values():
-            case.force(name)
-        for index in range(2 + num_repeats):  # FSSDP sees the loads in the first
-            for system, case in cases.items():
-                taken = case.run()
-                if index >= 2:
-                    seconds.setdefault((name, system), []).append(taken)
+    for _ in range(WARM_UPS):  # buffers, the allocator's memory
+        for name in ("balanced", "hot rank"):
+            for case in cases.values():
+                case.force(name)
+                case.run()
+    for _ in range(num_rounds):
+        for name in shares():
+            for case in cases.values():
+                case.force(name)
+                case.run()
+            for system in ("ep", "fssdp", "fssdp", "ep"):
+                seconds.setdefault((name, system), []).append(cases[system].run())
         calibrated.append(_calibrate())
     if cases["fssdp"].runtime is not None:
         cases["fssdp"].runtime.close()

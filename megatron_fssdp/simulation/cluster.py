@@ -10,6 +10,7 @@ wrote). Keys that only the simulator uses, all optional:
     compute:
       memory_bytes_per_s: 3e12 # what passes that only move data reach; default: they take nothing
       shared_cores: 2          # CPU cores that all ranks share, where they are fewer
+      cores_copy: true         # cores that compute copy messages too; default false
       has_fused_kernels: false # attention, activation, gradient accumulation; default true
       planning_s: 0.5e-3       # of FSSDP's quotas in a layer and micro-batch; see systems.planning
     gpu:
@@ -49,6 +50,8 @@ class Cluster:
         rate: how fast a rank multiplies, with all ranks of the node at work.
         memory_bytes_per_s: rate of passes that only move data.
         shared_cores: CPU cores that all ranks share; None: a device each.
+        cores_copy: what travels in the background takes the cores from the ranks' computation, as
+            gloo's threads do; GPUs have engines and adapters for it.
         has_fused_kernels: the attention writes no scores and leaves later tokens out; the
             gated activation is one pass, and products add to gradients themselves.
         memory_bytes: of a rank; None: not known.
@@ -63,6 +66,7 @@ class Cluster:
     rate: ComputeRate
     memory_bytes_per_s: float = math.inf
     shared_cores: int | None = None
+    cores_copy: bool = False
     has_fused_kernels: bool = True
     memory_bytes: float | None = None
     planning_s: float | None = None
@@ -213,6 +217,7 @@ def cluster_from_mapping(
         rate=ComputeRate.from_mapping(compute),
         memory_bytes_per_s=float(compute.get("memory_bytes_per_s", math.inf)),
         shared_cores=None if cores is None else int(cores),
+        cores_copy=bool(compute.get("cores_copy", False)),
         has_fused_kernels=bool(compute.get("has_fused_kernels", True)),
         memory_bytes=None if memory is None else float(memory),
         planning_s=None if planning is None else float(planning),

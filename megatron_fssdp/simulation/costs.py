@@ -17,6 +17,7 @@ import numpy.typing as npt
 from megatron_fssdp.planning.cost import LayerShape
 from megatron_fssdp.simulation.cluster import Cluster, Network
 from megatron_fssdp.simulation.flow import Flow
+from megatron_fssdp.simulation.layers import Traits
 from megatron_fssdp.simulation.model import Job
 
 Float64Array = npt.NDArray[np.float64]
@@ -149,6 +150,24 @@ class Costs:
             rows = float(flow.load_R.max()) * self.shape.row_bytes
             seconds += stage.ring_s(rows, np.arange(job.layout.etp))
         return seconds
+
+    def copying_s(self, copied_bytes: int, traits: Traits) -> tuple[float, float]:
+        """Seconds of all ranks' cores that a fetch and a return take, where cores copy messages.
+
+        The rate of links inside the node was measured with all ranks sending, so that it tells what
+        their cores copy together, for whatever link.
+
+        Args:
+            copied_bytes: of one fetch and one return, all ranks.
+            traits: what is fetched and returned at all.
+        """
+        if not self.cluster.cores_copy:
+            return 0.0, 0.0
+        together = self.job.layout.ep * self.cluster.intra_node.bytes_per_s
+        fetched = self.job.param_bytes if traits.fetch != "none" else 0
+        returned = GRAD_BYTES if traits.returns != "none" else 0
+        each_s = copied_bytes / together / max(fetched + returned, 1)
+        return fetched * each_s, returned * each_s
 
     def send_s(self) -> float:
         """Seconds of a micro-batch's activations between two pipeline stages."""

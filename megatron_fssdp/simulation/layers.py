@@ -62,6 +62,7 @@ class LayerWork:
         fetch_R: (R,) seconds until each rank's replicas are there.
         return_R: (R,) seconds until each rank's gradients are where they belong.
         traits: of the system.
+        fetch_work_s, return_work_s: seconds that copying takes from every rank's computation.
         grads_s: seconds of adding gradients up in the backward, the same on all ranks.
         recompute: "moe": the backward computes the MoE layer again first, "full": all of it.
         cores: CPU cores that the ranks share; None: a device each.
@@ -73,6 +74,8 @@ class LayerWork:
     fetch_R: Float64Array
     return_R: Float64Array
     traits: Traits
+    fetch_work_s: float = 0.0
+    return_work_s: float = 0.0
     grads_s: float = 0.0
     recompute: Literal["none", "moe", "full"] = "none"
     cores: int | None = None
@@ -134,6 +137,11 @@ class Clock:
         later_R = np.maximum(self.now_R, until_R)
         self.parts[part] += float(np.mean(later_R - self.now_R))
         self.now_R = later_R
+
+    def copy(self, seconds: float) -> None:
+        """Let copies in the background take their time from the computation that hides them."""
+        if seconds:
+            self.spend("copying", "compute", "copies", seconds)
 
     def meet(self, part: str = "straggling") -> None:
         """Wait for the slowest rank."""
@@ -207,6 +215,8 @@ def forward(
     if traits.fetch != "gate":
         clock.note("spAG", "copies", late_s - np.minimum(early_s, fetch_R), fetch_R)
     clock.spend("attention", "compute", "attention", work.dense_s)
+    if fetch_R.any() and traits.fetch != "gate":
+        clock.copy(work.fetch_work_s)
     clock.spend("gate", "compute", "planning", traits.planning_s)
     starts_R = clock.now_R if traits.fetch == "gate" else np.zeros(clock.num_ranks)
     starts_R = np.maximum(starts_R, late_s) - early_s
@@ -249,6 +259,10 @@ def backward(
         free_R = returned_R = clock.now_R + work.return_R
         if traits.returns == "open" or work.recompute == "moe":
             clock.wait(returned_R, "copies")
+        else:
+            clock.copy(work.return_work_s)
+    if fetch_R.any():
+        clock.copy(work.fetch_work_s)
     seconds = BACKWARD * work.dense_s + work.grads_s
     clock.spend("attention", "compute", "attention", seconds)
     clock.wait(returned_R, "copies")

@@ -196,14 +196,17 @@ class _Run:
         self.system.observe(counts_GLRE)
 
     def _work(self, layer: int, placed: Placed) -> LayerWork:
-        cores, costs = self.costs.cluster.shared_cores, self.costs
+        cores, costs, traits = self.costs.cluster.shared_cores, self.costs, self.system.traits
+        fetch_work_s, return_work_s = costs.copying_s(placed.copied_bytes, traits)
         return LayerWork(
             dense_s=costs.dense_s(layer),
             tokens_s=costs.tokens_s(placed.flow),
             experts_R=costs.experts_R(placed.flow),
             fetch_R=placed.fetch_R,
             return_R=placed.return_R,
-            traits=self.system.traits,
+            traits=traits,
+            fetch_work_s=fetch_work_s,
+            return_work_s=return_work_s,
             grads_s=costs.grads_s(layer),
             recompute=costs.job.recompute,
             cores=cores,

@@ -133,7 +133,7 @@ def measure_products(hidden_size: int, ffn_size: int, rows: Sequence[int]) -> di
         "memory_bytes_per_s": measure_memory(max(rows) * hidden_size, dtype, device),
     }
     if device.type == "cpu":
-        found["has_fused_kernels"] = False
+        found |= {"cores_copy": True, "has_fused_kernels": False}
     return found
 
 

@@ -119,6 +119,26 @@ def test_copies_wait_for_the_owners_parameters() -> None:
     assert clock.end_s == 17.0
 
 
+def test_hidden_copies_take_cores_that_copy_them() -> None:
+    """1 s of the forward's 14 and of the backward's 24; none of what is waited for."""
+    costs = {"fetch_work_s": 1.0, "return_work_s": 1.0}
+    assert forward(work(**costs), is_first=True).end_s == 15.0
+    assert forward(work(**costs), is_first=False).end_s == 14.0
+    # 2 of 7 s are left at the dispatch of 2 s: both end after 4, at 9.
+    assert forward(work(fetch=(0.0, 7.0), **costs), is_first=True).end_s == 17.0
+    clock = backward(work(returned=(5.0, 0.0), **costs), is_last=True)
+    assert clock.end_s == 25.0
+    assert used(clock)["copies"] == 1.0
+    assert backward(work(returned=(9.0, 0.0), **costs), is_last=True).end_s == 25.0
+    assert backward(work(returned=(9.0, 0.0), **costs), is_last=False).end_s == 24.0
+    again = Traits(fetch="attention", fetches_again=True)
+    assert backward(work(again, **costs), is_last=False, ahead_s=3.0).end_s == 25.0
+    # The gate's copies, or gradients in the open, find cores that wait.
+    assert forward(work(Traits(fetch="gate"), **costs), is_first=True).end_s == 16.0
+    opened = work(Traits(returns="open"), returned=(5.0, 0.0), **costs)
+    assert backward(opened, is_last=True).end_s == 29.0
+
+
 def test_links_and_cores_are_shared_fairly() -> None:
     first, second = share_link(np.array([2.0, 0.0]), 3.0)
     assert (first.tolist(), second) == ([4.0, 0.0], 5.0)

@@ -17,6 +17,7 @@ from megatron_fssdp.presets.files import find_file
 from megatron_fssdp.simulation.cluster import load_cluster
 from megatron_fssdp.simulation.costs import ADAM_PASSES_BYTES, DENSE_PASSES, SOURCE_PASSES, Costs
 from megatron_fssdp.simulation.flow import flow_of_owners
+from megatron_fssdp.simulation.layers import Traits
 from megatron_fssdp.simulation.model import read_job
 from megatron_fssdp.simulation.result import PARTS, SystemResult
 from megatron_fssdp.simulation.simulate import simulate
@@ -108,6 +109,29 @@ def test_passes_over_memory_count() -> None:
     two = make_job(2, num_experts=2, expert_model_parallel_size=2)
     kept_s = [Costs(two, each).tokens_s(flow) for each in (cluster, make_cluster())]
     assert kept_s[0] - kept_s[1] == pytest.approx(30 * 128 * 2 / 1e9)
+
+
+def test_cores_copy_what_travels() -> None:
+    """Of 6 bytes a weight 2 are bf16 and 4 its gradient; four ranks copy 40 GB/s together."""
+    both = Traits(fetch="attention", returns="attention")
+    costs = Costs(make_job(), make_cluster(cores_copy=True))
+    assert costs.copying_s(12 * 10**9, both) == pytest.approx((0.1, 0.2))
+    assert costs.copying_s(12 * 10**9, Traits(returns="open")) == pytest.approx((0.0, 0.3))
+    assert costs.copying_s(0, Traits()) == (0.0, 0.0)
+    assert Costs(make_job(), make_cluster()).copying_s(12 * 10**9, both) == (0.0, 0.0)
+    # FSSDP pays for what it hides, EP for nothing.
+    trace, slow = ZipfTrace(1.2, 8, 2, 4, 8, tokens=512), ComputeRate(flops_per_s=1e10)
+    free, paid = (
+        [
+            system.mean_s
+            for system in simulate(
+                make_job(), make_cluster(4, rate=slow, cores_copy=copies), trace, ("ep", "fssdp")
+            ).systems
+        ]
+        for copies in (False, True)
+    )
+    assert free[0] == paid[0]
+    assert free[1] < paid[1] < 1.1 * free[1]
 
 
 def test_dense_products_have_the_rate_of_as_many_rows() -> None:
