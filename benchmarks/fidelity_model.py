@@ -71,7 +71,8 @@ class Case:
 
     Args:
         system: ep or fssdp.
-        cluster: the cluster file with which FSSDP plans, as it does in the prediction.
+        cluster: the cluster file with which FSSDP plans: the first calibration's, where the
+            prediction has the mean of all.
     """
 
     def __init__(self, system: str, cluster: str) -> None:

@@ -116,7 +116,8 @@ def _one_thread_each() -> Iterator[None]:
 
     BLAS's other threads would spin between its small products, on the cores of the others.
     """
-    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    names = [f"{each}_NUM_THREADS" for each in ("OMP", "OPENBLAS", "MKL")]
+    names.append("VECLIB_MAXIMUM_THREADS")
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(dict.fromkeys(names, "1"))
     try:

@@ -10,7 +10,7 @@ wrote). Keys that only the simulator uses, all optional:
     compute:
       memory_bytes_per_s: 3e12 # what passes that only move data reach; default: they take nothing
       shared_cores: 2          # CPU cores that all ranks share, where they are fewer
-      cores_copy: true         # cores that compute copy messages too; default false
+      cores_copy: true         # cores that compute copy replicas too; default false
       has_fused_kernels: false # attention, activation, gradient accumulation; default true
       planning_s: 0.5e-3       # of FSSDP's quotas in a layer and micro-batch; see systems.planning
     gpu:
@@ -50,8 +50,8 @@ class Cluster:
         rate: how fast a rank multiplies, with all ranks of the node at work.
         memory_bytes_per_s: rate of passes that only move data.
         shared_cores: CPU cores that all ranks share; None: a device each.
-        cores_copy: what travels in the background takes the cores from the ranks' computation, as
-            gloo's threads do; GPUs have engines and adapters for it.
+        cores_copy: replicas that travel in the background take the cores from the ranks'
+            computation, as gloo's threads do where no core is idle; GPUs have engines for it.
         has_fused_kernels: the attention writes no scores and leaves later tokens out; the
             gated activation is one pass, and products add to gradients themselves.
         memory_bytes: of a rank; None: not known.

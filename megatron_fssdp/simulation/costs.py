@@ -44,6 +44,8 @@ GRAD_PASSES = 3
 ZERO_PASSES, SCALE_PASSES = 1, 2
 # Of a token that its own rank computes: the exchange copies it.
 OWN_PASSES = 2
+# Of a message that cores copy: read and written by the sender, and by the receiver.
+MESSAGE_PASSES = 4
 # Bytes of a gradient: Megatron reduces in fp32; of optimizer state: fp32 copy and two moments.
 GRAD_BYTES = 4
 OPTIMIZER_BYTES = 12
@@ -154,8 +156,8 @@ class Costs:
     def copying_s(self, copied_bytes: int, traits: Traits) -> tuple[float, float]:
         """Seconds of all ranks' cores that a fetch and a return take, where cores copy messages.
 
-        The rate of links inside the node was measured with all ranks sending, so that it tells what
-        their cores copy together, for whatever link.
+        The rate inside a node, at best measured with all ranks sending, tells what their cores copy
+        together, for whatever link; but no faster than their memory.
 
         Args:
             copied_bytes: of one fetch and one return, all ranks.
@@ -163,7 +165,8 @@ class Costs:
         """
         if not self.cluster.cores_copy:
             return 0.0, 0.0
-        together = self.job.layout.ep * self.cluster.intra_node.bytes_per_s
+        memory = self.cluster.memory_bytes_per_s / MESSAGE_PASSES
+        together = self.job.layout.ep * min(self.cluster.intra_node.bytes_per_s, memory)
         fetched = self.job.param_bytes if traits.fetch != "none" else 0
         returned = GRAD_BYTES if traits.returns != "none" else 0
         each_s = copied_bytes / together / max(fetched + returned, 1)

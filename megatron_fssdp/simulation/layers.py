@@ -80,6 +80,11 @@ class LayerWork:
     recompute: Literal["none", "moe", "full"] = "none"
     cores: int | None = None
 
+    @property
+    def hides_return(self) -> bool:
+        """Whether gradients go back while something is computed."""
+        return self.traits.returns == "attention" and self.recompute != "moe"
+
 
 class Span(NamedTuple):
     """Something that all ranks do, each at its time; arrays are (R,)."""
@@ -257,12 +262,14 @@ def backward(
     if traits.returns != "none" and (is_last or traits.returns_each):
         clock.note("spRS", "copies", clock.now_R, work.return_R)
         free_R = returned_R = clock.now_R + work.return_R
-        if traits.returns == "open" or work.recompute == "moe":
-            clock.wait(returned_R, "copies")
-        else:
+        if work.hides_return:
             clock.copy(work.return_work_s)
+        else:
+            clock.wait(returned_R, "copies")
     if fetch_R.any():
-        clock.copy(work.fetch_work_s)
+        # The rest was waited for, while cores had nothing else to do.
+        hidden_R = np.minimum(fetch_R, ahead_s)
+        clock.copy(work.fetch_work_s * float(hidden_R.sum() / fetch_R.sum()))
     seconds = BACKWARD * work.dense_s + work.grads_s
     clock.spend("attention", "compute", "attention", seconds)
     clock.wait(returned_R, "copies")

@@ -134,6 +134,8 @@ def _busy_s(work: LayerWork) -> float:
         seconds += float(work.fetch_R.max())
     if traits.returns != "none":
         seconds += float(work.return_R.max())
+    if work.hides_return:
+        seconds += work.return_work_s  # on the cores, which copy nothing else meanwhile
     return seconds
 
 

@@ -33,7 +33,9 @@ PARTS = (
     "experts",  # the experts' products
     "planning",  # counts, quotas and the plan, as far as they are waited for
     "tokens",  # dispatch and combine
-    "copies",  # spAG and spRS (or what a system has in their place) that is waited for
+    # spAG and spRS (or what a system has in their place) that is waited for, or that slows what
+    # hides it
+    "copies",
     "reduction",  # data-parallel gradients and parameters that are waited for
     "moves",  # experts on their way to new owners
     "straggling",  # waiting for the fullest rank of a layer
@@ -64,7 +66,8 @@ class TimelineEvent:
 
     Attributes:
         name: "attention", "gate", "spAG", "dispatch", "experts", "combine", "spRS", "reduction",
-            "optimizer", "moves", "wait"; a system may have names of its own.
+            "optimizer", "moves", "wait", "copying" by cores that compute; a system may have names
+            of its own.
         rank: in the world.
         stream: what it keeps busy.
         start_s: since the iteration began.
@@ -94,7 +97,8 @@ class SystemResult:
         iteration_s: (I,) seconds of each iteration.
         parts_s: for each of `PARTS` that there is, (I,) seconds, mean over ranks; their sum is
             `iteration_s`. Empty where nobody knows.
-        exposed_s: (I,) seconds of communication that computation waited for, mean over ranks.
+        exposed_s: (I,) seconds by which communication made computation longer or wait, mean over
+            ranks.
         straggler_IL: (I, L) tokens of the layer's fullest rank over the mean, as it ran.
         loads_LR: (L, R) tokens that each rank computed, mean over iterations.
         replicas_I: (I,) replicas of all layers of an expert-parallel group.

@@ -83,6 +83,9 @@ def calibrate(
     if not torch.cuda.is_available() and len(set(hosts)) == 1 and len(hosts) > cores:
         compute["shared_cores"] = cores
     sizes = [hosts.count(host) for host in dict.fromkeys(hosts)]
+    if not torch.cuda.is_available():
+        # Where no core is idle those that compute must copy messages.
+        compute["cores_copy"] = max(sizes) * torch.get_num_threads() >= cores
     values = {
         "name": name or hosts[0],
         "source": f"fssdp calibrate, {time.strftime('%Y-%m-%d')}, {_device_name()}",
@@ -133,7 +136,7 @@ def measure_products(hidden_size: int, ffn_size: int, rows: Sequence[int]) -> di
         "memory_bytes_per_s": measure_memory(max(rows) * hidden_size, dtype, device),
     }
     if device.type == "cpu":
-        found |= {"cores_copy": True, "has_fused_kernels": False}
+        found["has_fused_kernels"] = False
     return found
 
 

@@ -31,11 +31,8 @@ def test_two_ranks_measure_their_link(tmp_path):
     assert rate.flops_per_s == max(rate for _, rate in rate.rate_by_rows)
     # What the simulator reads besides.
     cluster = load_cluster(tmp_path / "cluster.yaml")
-    assert (cluster.ranks_per_node, cluster.has_fused_kernels, cluster.cores_copy) == (
-        2,
-        False,
-        True,
-    )
+    assert (cluster.ranks_per_node, cluster.has_fused_kernels) == (2, False)
+    assert isinstance(values["compute"]["cores_copy"], bool)
     assert 0 < cluster.memory_bytes_per_s < 1e13
 
 

@@ -9,7 +9,7 @@ from megatron_fssdp.planning.plan import Plan
 from megatron_fssdp.planning.quotas import balance, rank_loads
 from megatron_fssdp.planning.sharding import shard_evenly
 from megatron_fssdp.planning.topology import Topology
-from megatron_fssdp.simulation.baselines import BASELINES, eplb
+from megatron_fssdp.simulation.baselines import BASELINES, eplb, laer
 
 
 def replicas_of(plan):
@@ -77,6 +77,35 @@ def test_laer_puts_first_copies_on_fresh_nodes():
     plan = run("LAER-MoE", [8, 2, 1, 1], 4, 1, ranks_per_node=2)
     nodes = {r // 2 for r in plan.instance_rank_EI[0] if r >= 0}
     assert nodes == {0, 1}
+
+
+def place_slowly(load_E, counts, topology, capacity):
+    """LAER's placement rule as its source has it: each copy looks at every rank."""
+    slots = [[] for _ in range(topology.num_ranks)]
+    load_R = np.zeros(topology.num_ranks)
+    shares = load_E / counts
+    for expert in np.argsort(-shares, kind="stable").tolist():
+        held_M = np.zeros(topology.num_nodes)
+        for _ in range(counts[expert]):
+            open_ranks = [r for r, held in enumerate(slots) if len(held) < capacity]
+            fresh = [r for r in open_ranks if expert not in slots[r]] or open_ranks
+            rank = min(fresh, key=lambda r: (held_M[topology.node_of_rank[r]], load_R[r]))
+            slots[rank].append(expert)
+            load_R[rank] += shares[expert]
+            held_M[topology.node_of_rank[rank]] += 1
+    return slots, float(load_R.max())
+
+
+@pytest.mark.parametrize(("experts", "ranks", "per_node"), [(16, 8, 4), (8, 8, 2), (12, 4, 4)])
+def test_laer_places_as_if_each_copy_looked_at_every_rank(experts, ranks, per_node):
+    """On loads with ties and without, with one to three slots."""
+    topology, rng = Topology.uniform(ranks, per_node), np.random.default_rng(0)
+    for seed in range(12):
+        load_E = rng.integers(0, 5 if seed % 2 else 1000, experts)
+        capacity = experts // ranks + 1 + seed % 3
+        counts = laer._copies(load_E, capacity * ranks, 1, ranks)
+        case = (load_E, counts, topology, capacity)
+        assert laer._place(*case) == place_slowly(*case)
 
 
 def test_moonep_pairs_fullest_with_emptiest():

@@ -133,6 +133,12 @@ def test_hidden_copies_take_cores_that_copy_them() -> None:
     assert backward(work(returned=(9.0, 0.0), **costs), is_last=False).end_s == 24.0
     again = Traits(fetch="attention", fetches_again=True)
     assert backward(work(again, **costs), is_last=False, ahead_s=3.0).end_s == 25.0
+    # Of 3 s one is hidden; the exchange of 2 s shares the links with two.
+    assert backward(work(again, **costs), is_last=False, ahead_s=1.0).end_s == pytest.approx(
+        24.0 + 2.0 + 1.0 / 3.0
+    )
+    # All is waited for: as without the work.
+    assert backward(work(again, **costs), is_last=False).end_s == 26.0
     # The gate's copies, or gradients in the open, find cores that wait.
     assert forward(work(Traits(fetch="gate"), **costs), is_first=True).end_s == 16.0
     opened = work(Traits(returns="open"), returned=(5.0, 0.0), **costs)

@@ -65,10 +65,10 @@ def _place(
     open_M: list[list[tuple[float, int]]] = [[] for _ in range(topology.num_nodes)]
     for rank, node in enumerate(topology.node_of_rank):
         open_M[node].append((0.0, rank))
-    shares = (load_E / counts).tolist()
+    share_E = load_E / counts
     fullest = 0.0
-    for expert in np.argsort(-np.array(shares), kind="stable").tolist():
-        left, share = counts[expert], shares[expert]
+    for expert in np.argsort(-share_E, kind="stable").tolist():
+        left, share = counts[expert], float(share_E[expert])
         while left:
             left, taken = _take(open_M, left)
             for load, rank in taken:

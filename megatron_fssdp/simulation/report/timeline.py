@@ -23,6 +23,7 @@ EVENT_COLORS = {
     "combine": "#f0c987",
     "spAG": PART_COLORS["copies"],
     "spRS": "#b35309",
+    "copying": "#b35309",
     "reduction": PART_COLORS["reduction"],
     "moves": PART_COLORS["moves"],
     "optimizer": PART_COLORS["optimizer"],
