@@ -8,9 +8,10 @@ Placement comes from predicted loads (sliding mean of 5), quotas from the true c
 gets the best quotas too, whatever its own rule for them is. Balance is the fullest rank's tokens
 over the mean. Bytes are those between nodes of 8 ranks, tokens and replicas together, forward and
 backward, in layers of DeepSeek-V3's size; the ratio is against the rival that sends least among
-those whose balance is within 0.01 of ours. Cells that a rival wins are counted again with owners
-swapped once after the first loads ("re-sharded": rivals that move experts do so every time), and
-with the placement corrected for the true counts ("calibrated"); a table says why they are lost.
+those whose balance is within 0.01 of ours; LAER-MoE's weights are what its FSEP moves. Cells that a
+rival wins are counted again with owners swapped once after the first loads ("re-sharded": rivals
+that move experts do so every time), and with the placement corrected for the true counts
+("calibrated"); a table says why they are lost.
 All times are of one core.
 """
 

@@ -36,6 +36,9 @@ RESHARDED = "gain, re-sharded"
 PAPER = "load (alg. 1)"
 # Swaps of owners in a layer, once, when the first loads have been seen.
 MOST_SWAPS = 32
+# Its layouts are free because its experts lie sharded over all ranks (FSEP): each rank restores all
+# of its experts from them, in every micro-batch.
+FSEP = "LAER-MoE"
 # Bytes are for DeepSeek-V3's layers: hidden 7168, expert FFN 2048.
 SHAPE = LayerShape(hidden_size=7168, ffn_size=2048)
 # A cell is lost if a rival's fullest rank has fewer tokens by more than this part of the mean.
@@ -127,9 +130,8 @@ def run_cell(cell: Cell, num_iterations: int) -> tuple[dict[str, Result], float]
             share_E = load_E / max(load_E.sum(), 1) - true_E / max(true_E.sum(), 1)
             errors.append(float(np.abs(share_E).sum() / 2))
             for name, plan in plans(load_E, owner_E, topology, cell.num_slots):
-                rows.setdefault(name, []).append(
-                    _measure(counts_RE, load_E, plan, owner_E, topology)
-                )
+                values = _measure(counts_RE, load_E, plan, owner_E, topology, name == FSEP)
+                rows.setdefault(name, []).append(values)
                 if name == OURS:
                     better, _ = calibrate_layer(counts_RE, plan, topology.node_of_rank, settings)
                     values = _measure(counts_RE, load_E, better, owner_E, topology)
@@ -167,8 +169,13 @@ def _measure(
     plan: LayerPlan,
     home_E: Int64Array,
     topology: Topology,
+    is_sharded: bool = False,
 ) -> tuple[float, int, int, int, float, int, int]:
-    """The values of `Result`, in its order, for one iteration; `load_E` was predicted."""
+    """The values of `Result`, in its order, for one iteration; `load_E` was predicted.
+
+    Weights that cross are those of experts on nodes that are not their home's; where experts are
+    sharded, what each instance lacks: the shards of other nodes' ranks.
+    """
     quota_EI = balance(counts_RE, plan, topology.node_of_rank)
     expert, column = np.nonzero(plan.instance_rank_EI != EMPTY)
     rank = plan.instance_rank_EI[expert, column]
@@ -178,7 +185,13 @@ def _measure(
     is_on_ME[topology.node_R[home_E], np.arange(plan.num_experts)] = False
     token_bytes = TOKEN_TRIPS * SHAPE.row_bytes
     far_tokens = tokens_between_nodes(counts_RE, quota_EI, plan, topology)
-    far_bytes = far_tokens * token_bytes + int(is_on_ME.sum()) * SHAPE.replica_bytes
+    far_bytes = far_tokens * token_bytes
+    if is_sharded:
+        node_size_M = np.bincount(topology.node_R)
+        far_shards = int((plan.num_ranks - node_size_M[topology.node_R[rank]]).sum())
+        far_bytes += far_shards * SHAPE.replica_bytes // plan.num_ranks
+    else:
+        far_bytes += int(is_on_ME.sum()) * SHAPE.replica_bytes
     sent_R = np.bincount(home_E[expert[is_away]], minlength=plan.num_ranks)
     even_RE = np.tile(load_E // plan.num_ranks, (plan.num_ranks, 1))
     planned_EI = balance(even_RE, plan, topology.node_of_rank)

@@ -168,11 +168,21 @@ def time_rows() -> list[Row]:
     """58 layers of DeepSeek-V3's shape, and one layer of each rival."""
     topology, owner_LE = Topology.uniform(64, RANKS_PER_NODE), shard_evenly(58, 256, 64)
     nodes = topology.node_of_rank
-    load_LE = np.stack(
-        [zipf_series(256, 64, 0.8, 1, seed=layer)[0].sum(axis=0) for layer in range(58)]
-    )
+    load_LE = _deepseek_loads(0.8)
     counts_RE = zipf_series(256, 64, 0.8, 2, seed=0)[1]
     rows = []
+    for exponent in (0.5, 1.0, 1.2):
+        args = _deepseek_loads(exponent), owner_LE, topology, PlanSettings()
+        plan_ms = best_ms(partial(plan_layers, *args), 60)
+        rows.append(
+            {
+                "what": "58 layers, E 256, EP 64, 2 slots: plan [ms]",
+                "planner": f"{OURS}, Zipf {exponent}",
+                "value": f"{plan_ms:.3f}",
+                "ideal": "10",
+                "ms": plan_ms,
+            }
+        )
     for name, spare_tokens in ((OURS, 1), (OURS_FEWEST, None)):
         settings = PlanSettings(spare_tokens=spare_tokens)
         plan_ms = best_ms(partial(plan_layers, load_LE, owner_LE, topology, settings), 60)
@@ -210,6 +220,12 @@ def time_rows() -> list[Row]:
             }
         )
     return rows
+
+
+def _deepseek_loads(exponent: float) -> Int64Array:
+    """(58, 256) tokens of 64 ranks' micro-batches."""
+    series = [zipf_series(256, 64, exponent, 1, seed=layer)[0] for layer in range(58)]
+    return np.stack([counts_RE.sum(axis=0) for counts_RE in series])
 
 
 def _plan_some(
