@@ -222,6 +222,8 @@ def _system(
     place = {iteration: at for at, iteration in enumerate(run.recording.iterations)}
     records = [run.recording.read(place[iteration]) for iteration in iterations]
     loads_ILR = np.stack([record.loads_LR for record in records]).astype(np.float64)
+    if not loads_ILR.any():
+        raise ValueError(f"{run.recording.folder} counts no token in any iteration; record another")
     owned_ILR = np.stack(
         [owned_loads(record.counts_LRE.astype(np.int64)) for record in records]
     ).astype(np.float64)

@@ -110,7 +110,8 @@ def open_trace(
         num_experts: E, where the file names chosen experts only (default: the highest, plus one).
 
     Raises:
-        ValueError: if nothing of it can be read; the message says what was expected.
+        ValueError: if nothing of it can be read, or it counts no token; the message says what was
+            expected.
     """
     path = Path(path)
     if not path.exists():
@@ -129,6 +130,9 @@ def open_trace(
     else:
         counts_ILRE, notes = importers.read_foreign(path, num_ranks or 1, num_experts)
         trace = Trace.of(counts_ILRE, str(path), tuple(notes))
+    # Ends at the first iteration that has some.
+    if not any(trace.counts(position).any() for position in range(trace.num_iterations)):
+        raise ValueError(f"{path} counts no token in any iteration; record or make another")
     return trace if num_ranks is None else trace.with_ranks(num_ranks)
 
 

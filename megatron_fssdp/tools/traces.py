@@ -104,7 +104,11 @@ def _load(file: Path) -> Any:
         # Data only: a file from elsewhere must not run code.
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise ValueError(f"{file} cannot be read: {error}") from None
+        # torch's own message is advice to run what the file holds.
+        raise ValueError(
+            f"{file} cannot be read ({type(error).__name__}): it is damaged, or has more than "
+            "tensors, numbers, words, lists and mappings; write those with torch.save, or JSON"
+        ) from None
 
 
 def show_info(trace: Trace, console: Console) -> None:
