@@ -50,7 +50,8 @@ def reading(path: str | Path) -> Iterator[None]:
     except UNREADABLE as error:
         if type(error) is ValueError and str(path) in str(error):
             raise
-        raise ValueError(f"{path} cannot be read: {_reason(error)}") from None
+        what = "" if type(error) is ValueError else " cannot be read"
+        raise ValueError(f"{path}{what}: {_reason(error)}") from None
 
 
 def _reason(error: Exception) -> str:

@@ -118,7 +118,8 @@ def _start(start: Any, where: str) -> dict[str, Any]:
 
 def _why_wrong(values: Mapping[str, Any]) -> str | None:
     """Say what of an iteration's figures cannot be; None: all can."""
-    iteration, time_ms = values["iteration"], values.get("time-ms")
+    iteration = values["iteration"]
+    time_ms: Any = values.get("time-ms")
     if type(iteration) is not int or iteration < 0:
         return f"iteration is {iteration!r}, no whole number of at least 0"
     if type(time_ms) not in (int, float) or not 0 < time_ms <= MOST:
