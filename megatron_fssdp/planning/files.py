@@ -66,6 +66,8 @@ def _reason(error: Exception) -> str:
         return f"it lacks {error}"
     if isinstance(error, zlib.error):
         return f"it is damaged ({error})"
+    if isinstance(error, TypeError | AttributeError):
+        return f"a part of it is of another kind than expected ({error})"
     return str(error) or type(error).__name__
 
 

@@ -74,8 +74,8 @@ def _experts(highest: int, num_experts: int | None) -> int:
     """
     if highest >= (num_experts or MOST_EXPERTS):
         raise ValueError(
-            f"a token chose expert {highest}; with {num_experts or MOST_EXPERTS} experts use 0 to "
-            f"{(num_experts or MOST_EXPERTS) - 1}, or give the number of experts"
+            f"a token chose expert {highest}, and {num_experts or MOST_EXPERTS} experts are "
+            "numbered from 0; use more experts (--experts), or correct the file"
         )
     return num_experts or highest + 1
 

@@ -42,6 +42,7 @@ from megatron_fssdp.presets.sizes import count_parameters
 VERSION = 2
 # Counts are kept in 4 bytes.
 MOST = 2**31 - 1
+MOST_STAGES = 4096
 MAGIC = b"FSSDP\x00TR"
 FRAME = np.dtype(
     [("magic", "S8"), ("iteration", "<i4"), ("num_bytes", "<u4"), ("crc32", "<u4")], align=False
@@ -268,7 +269,8 @@ def _is_header(header: dict[str, Any]) -> bool:
     sizes = [size for pair in layers if isinstance(pair, list) for size in pair]
     are_pairs = all(isinstance(pair, list) and len(pair) == 2 for pair in layers)
     are_whole = all(type(each) is int for each in (*sizes, *numbers, header.get("stages")))
-    return are_pairs and are_whole and len(numbers) == len(layers) and min(sizes, default=0) > 0
+    is_like = are_pairs and are_whole and len(numbers) == len(layers)
+    return is_like and min(sizes, default=0) > 0 and 0 < header["stages"] <= MOST_STAGES
 
 
 def _open_stage(header_path: Path) -> Stage:
@@ -282,7 +284,7 @@ def _open_stage(header_path: Path) -> Stage:
     if not _is_header(header):
         raise ValueError(
             f"{header_path} is damaged: 'layers' must be pairs of ranks and experts, one or more, "
-            "'numbers' as many whole numbers, 'stages' one"
+            f"'numbers' as many whole numbers, 'stages' one from 1 to {MOST_STAGES}"
         )
     path = header_path.with_suffix(".bin")
     if not path.exists():
@@ -306,16 +308,14 @@ def _check_stages(folder: Path, stages: Sequence[Stage]) -> None:
     numbers = [number for stage in stages for number in stage.numbers if number]
     twice = sorted({number for number in numbers if numbers.count(number) > 1})
     if twice:
-        raise ValueError(f"{folder}: the headers name layers {twice} more than once; they are of "
-                         "different runs: use one folder a run")  # fmt: skip
+        raise ValueError(f"{folder} mixes runs: layers {twice} are there twice; use one a run")
     there = {stage.path.stem.removeprefix("trace-stage") for stage in stages}
     missing = [stage for stage in range(stages[0].num_stages) if str(stage) not in there]
     if missing and sum(len(stage.layers) for stage in stages) != _count_moe_layers(folder):
         raise ValueError(
             f"{folder} has {len(stages)} of the run's {stages[0].num_stages} pipeline stages: "
-            f"trace-stageP.json and .bin are missing for P = {', '.join(map(str, missing))}. Copy "
-            "them here from the other nodes; if those stages have no MoE layers, the run's "
-            "model.yaml must be here to tell"
+            f"trace-stageP.* are missing for P = {', '.join(map(str, missing))}. Copy them here; "
+            "if those stages have no MoE layers, copy the run's model.yaml, which tells"
         )
 
 

@@ -165,7 +165,7 @@ def test_a_layer_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path, "ep", 100)
     header = run / "trace-stage1.json"
     header.write_text(header.read_text().replace('"numbers": [4]', '"numbers": [3]'))
-    with pytest.raises(ValueError, match=r"name layers \[3\] more than once"):
+    with pytest.raises(ValueError, match=r"layers \[3\] are there twice"):
         measured([run])
 
 

@@ -134,7 +134,9 @@ def test_bad_folders_and_files_say_what_is_expected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="format 99; this reads 2"):
         open_trace(tmp_path)
     whole = '{"version": 2, "stages": 1, "layers": [[1, -4]], "numbers": [1]}'
-    for header in ('{"version": 2}', whole, whole.replace("[[1, -4]]", "[[1]]")):
+    many = whole.replace("-4", "4").replace('"stages": 1', '"stages": 1000000000000')
+    none = '{"version": 2, "stages": 1, "layers": [], "numbers": []}'
+    for header in ('{"version": 2}', whole, whole.replace("[[1, -4]]", "[[1]]"), many, none):
         (tmp_path / "trace-stage0.json").write_text(header)
         with pytest.raises(ValueError, match="is damaged: 'layers' must be pairs"):
             open_trace(tmp_path)
@@ -156,6 +158,8 @@ def test_counts_that_the_format_cannot_hold_are_refused(tmp_path: Path) -> None:
     assert open_trace(tmp_path / "most").counts(0).sum() == 2**31 - 2
     with pytest.raises(ValueError, match="a count of 4294967292 tokens; the format holds at most"):
         write_trace(Trace.of(2 * most, "made"), tmp_path / "more")
+    # Half a trace was left, and read as a whole one.
+    assert list((tmp_path / "more").iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -203,7 +207,8 @@ EPLB = {"expert_load_window": [[[1, 2]]], "physical_to_logical_map": [[0, 1]]}
         ("a.json", {**EPLB, "physical_to_logical_map": [[0]]}, r"is \(1, 1\) with experts"),
         ("a.json", {"expert_load_window": [[[1]]]}, "it lacks 'physical_to_logical_map'"),
         ("a.json", {"records": []}, "records are none, or differ"),
-        ("a.json", {"routed_experts": [[[9]]]}, "a token chose expert 9; with 8 experts use 0"),
+        ("a.json", {"records": 5}, "a part of it is of another kind than expected"),
+        ("a.json", {"routed_experts": [[[9]]]}, "a token chose expert 9, and 8 experts are"),
         ("a.json", {"routed_experts": [5]}, r"routed_experts is \(1,\); use \(tokens, layers"),
         ("a.npz", -np.ones((1, 1, 2)), "counts has -1.0; use whole"),
         ("a.npz", np.full((1, 1, 2), 0.9), "counts has 0.9; use whole"),
