@@ -15,6 +15,8 @@ from megatron_fssdp.version import __version__
 if TYPE_CHECKING:
     from rich.console import Console
 
+# Of ranks, and of experts.
+MOST_RANKS = 65536
 # Columns of a pipe or a job's log: what the widest table takes.
 LEAST_WIDTH = 120
 
@@ -193,9 +195,7 @@ def simulate(
     from megatron_fssdp.tools import simulate as tool
 
     with _user_errors("simulate"):
-        for path in (json, chrome_trace, html):
-            if path is not None and not path.parent.is_dir():
-                raise ValueError(f"there is no folder {path.parent} to write {path.name} to")
+        tool.check_outputs((json, chrome_trace, html))
         request = tool.Request(
             model=model,
             cluster=cluster,
@@ -222,7 +222,8 @@ app.add_typer(trace_app, name="trace")
 def trace_info(
     path: Annotated[Path, typer.Argument(help="Folder or file.")],
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Source ranks, where the trace does not tell them.")
+        int | None,
+        typer.Option(min=1, max=MOST_RANKS, help="Source ranks, where the trace tells none."),
     ] = None,
 ) -> None:
     """Show a trace's size and how uneven its loads are."""
@@ -244,11 +245,11 @@ def trace_import(
     folder: Annotated[Path, typer.Argument(help="Folder to write the trace to.")],
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="Source ranks to deal tokens out to, where none are told."),
+        typer.Option(min=1, max=MOST_RANKS, help="Source ranks to deal out to, if none are told."),
     ] = None,
     experts: Annotated[
         int | None,
-        typer.Option(min=1, help="Experts of a layer, where only chosen ones are named."),
+        typer.Option(min=1, max=MOST_RANKS, help="Experts, where only chosen ones are named."),
     ] = None,
 ) -> None:
     """Turn what another program recorded into a trace."""
@@ -319,9 +320,7 @@ def report(
         result = measured(runs)
         path = html or runs[0] / "report.html"
         write_report(result, path)
-    for sentence in summary(result):
-        typer.echo(sentence)
-    typer.echo(f"wrote {path}")
+        typer.echo("\n".join([*summary(result), f"wrote {path}"]))
 
 
 @app.command()
@@ -339,7 +338,7 @@ def tune(
     iterations: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Iterations that count, after 5 that are only watched. Default: all."
+            min=1, max=1_000_000, help="Iterations that count, after 5 that are only watched."
         ),
     ] = None,
     global_batch: Annotated[
@@ -375,7 +374,8 @@ def _console() -> "Console":
     """Return a console wide enough for the tables, where no terminal sets the width."""
     from rich.console import Console
 
-    console = Console()
+    # Paths and names of users may have brackets and colons.
+    console = Console(markup=False, emoji=False)
     if not console.is_terminal:
         console.width = max(console.width, LEAST_WIDTH)
     return console

@@ -114,8 +114,11 @@ def read_preset(name: str) -> Preset:
     fssdp_args, env = values.get("FSSDP_ARGS") or {}, values.get("ENV_VARS") or {}
     layouts, fssdp_layouts = values.get("LAYOUTS") or {}, values.get("FSSDP_LAYOUTS") or {}
     for part_name, by_nodes in (("LAYOUTS", layouts), ("FSSDP_LAYOUTS", fssdp_layouts)):
-        if not isinstance(by_nodes, dict) or not all(type(nodes) is int for nodes in by_nodes):
-            raise ValueError(f"{path}: {part_name} is no mapping from numbers of nodes to flags")
+        counts = by_nodes if isinstance(by_nodes, dict) else [0]
+        if not all(type(nodes) is int and nodes > 0 for nodes in counts):
+            raise ValueError(
+                f"{path}: {part_name} is no mapping from numbers of nodes, of at least 1, to flags"
+            )
     flags = (values["MODEL_ARGS"], fssdp_args, *layouts.values(), *fssdp_layouts.values())
     for part in (*flags, env):
         if not isinstance(part, dict):

@@ -139,6 +139,12 @@ def read_layout(args: Args, num_gpus: int) -> Layout:
                 f"{num_gpus} GPUs are not a multiple of {what} = {size} ({flags}parallel-size)"
             )
     dp = num_gpus // (tp * pp * cp)
+    experts, topk = args.get("--num-experts", 0), args.get("--moe-router-topk", 2)
+    if experts and topk > experts:
+        raise ValueError(
+            f"--moe-router-topk is {topk}, and --num-experts {experts}; a token can choose each "
+            f"expert once: use 1 to {experts}"
+        )
     _check_divides(args, "--num-attention-heads", tp, "--tensor-model-parallel-size")
     _check_divides(args, "--num-experts", ep, "--expert-model-parallel-size")
     _check_divides(args, "--padded-vocab-size", tp, "--tensor-model-parallel-size")

@@ -18,6 +18,8 @@ Args = Mapping[str, Any]
 # CUDA context, NCCL's buffers and what the allocator cannot use: an assumption.
 RESERVED_BYTES = 4e9
 GRAD_BYTES, MASTER_BYTES, ADAM_BYTES = 4, 4, 8
+# The largest number that --moe-layer-freq may name.
+MOST_LAYERS = 10_000
 
 
 def usable_bytes(memory_bytes: float) -> float:
@@ -158,21 +160,28 @@ def _read_layer_freq(args: Args, num_layers: int) -> tuple[bool, ...]:
     if "--num-experts" not in args:
         return (False,) * num_layers
     given = args.get("--moe-layer-freq", 1)
-    if isinstance(given, int) or given.isdecimal():
-        return tuple(layer % int(given) == 0 for layer in range(num_layers))
-    pattern = _evaluate(ast.parse(given, mode="eval").body)
-    if not isinstance(pattern, list) or len(pattern) != num_layers:
-        raise ValueError(f"--moe-layer-freq {given} is no list of {num_layers} zeros and ones")
+    try:
+        pattern = _evaluate(ast.parse(str(given), mode="eval").body)
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        pattern = None
+    if isinstance(pattern, int) and pattern > 0:
+        return tuple(layer % pattern == 0 for layer in range(num_layers))
+    is_list = isinstance(pattern, list) and len(pattern) == num_layers
+    if not is_list or 1 not in pattern or not all(each in (0, 1) for each in pattern):
+        raise ValueError(
+            f"--moe-layer-freq is {given}; use a whole number of at least 1, or a list of "
+            f"{num_layers} zeros and ones, not all zero, such as [1]*{num_layers}"
+        )
     return tuple(map(bool, pattern))
 
 
 def _evaluate(node: ast.expr) -> Any:
-    """Evaluate lists and whole numbers joined by * and +."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+    """Evaluate lists and whole numbers, of at most `MOST_LAYERS`, joined by * and +."""
+    if isinstance(node, ast.Constant) and type(node.value) is int and node.value <= MOST_LAYERS:
         return node.value
     if isinstance(node, ast.List):
         return [_evaluate(item) for item in node.elts]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Add):
         left, right = _evaluate(node.left), _evaluate(node.right)
         return left * right if isinstance(node.op, ast.Mult) else left + right
-    raise ValueError(f"--moe-layer-freq: {ast.unparse(node)} is not understood")
+    raise ValueError(f"{ast.unparse(node)} is not understood")

@@ -6,7 +6,9 @@ It reads the same cluster files as the planner (`configs/clusters`, or what `fss
 wrote). Keys that only the simulator uses, all optional:
 
     topology:
-      adapters_per_node: 1     # network adapters that a node's ranks share; default one each
+      adapters_per_node: 1     # network adapters that a node's ranks share; default one each.
+                               # inter_node.bytes_per_s stays a rank's share of them: ranks that
+                               # send alone get more where fewer adapters are shared by more ranks
     compute:
       memory_bytes_per_s: 3e12 # what passes that only move data reach; default: they take nothing
       shared_cores: 2          # CPU cores that all ranks share, where they are fewer

@@ -12,6 +12,7 @@ domains    the text changes: shares jump to another order every tenth of the tra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +21,14 @@ from itertools import islice
 import numpy as np
 
 from megatron_fssdp.simulation.loads import DRIFT_STEP, drifting
+from megatron_fssdp.simulation.recording import MOST
 from megatron_fssdp.simulation.result import Float64Array, Int64Array
 from megatron_fssdp.simulation.traces import Trace
 
 # Noise of a fast drift's log share in an iteration; the share then wanders by a factor of 1.9.
 FAST_STEP = 0.2
+# Counts of a layer, and shares of all iterations, that are drawn at once.
+MOST_OF_LAYER, MOST_SHARES = 2**24, 2**27
 # A burst: its chance in a layer and iteration, how much it multiplies by, and its iterations.
 BURST_CHANCE, BURST_FACTOR, BURST_LENGTH = 0.05, 16, 4
 
@@ -53,8 +57,15 @@ class Shape:
 
     def __post_init__(self) -> None:
         for name in ("num_iterations", "num_layers", "num_ranks", "num_experts", "tokens", "topk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; the least is 1")
+            if not 1 <= getattr(self, name) <= MOST:
+                raise ValueError(f"{name} is {getattr(self, name)}; use 1 to {MOST}")
+        for names, most in (
+            (("num_ranks", "num_experts"), MOST_OF_LAYER),
+            (("num_iterations", "num_layers", "num_experts"), MOST_SHARES),
+        ):
+            size = math.prod(getattr(self, name) for name in names)
+            if size > most:
+                raise ValueError(f"{' x '.join(names)} is {size}; use at most {most}")
         if self.topk > self.num_experts:
             raise ValueError(f"top-{self.topk} of {self.num_experts} experts cannot be chosen")
         if not 0 <= self.skew <= 10:

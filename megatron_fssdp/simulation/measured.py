@@ -12,12 +12,19 @@ from typing import Any
 
 import numpy as np
 
+from megatron_fssdp.planning.files import read_yaml
 from megatron_fssdp.simulation.recording import Recording, open_recording
 from megatron_fssdp.simulation.result import Float64Array, Result, SystemResult
 from megatron_fssdp.simulation.traces import owned_loads
 
 # Of longer runs so many iterations are shown, evenly chosen.
 MOST_ITERATIONS = 2000
+
+# Figures of an iteration that are shown, besides its time, and the most that any can be.
+FIGURES = (
+    *("copies-exposed-ms", "copied-inside-nodes-mb", "copied-between-nodes-mb", "moved-experts"),
+)
+MOST = 1e12
 
 TITLES = {"ep": "Plain EP", "fssdp": "FSSDP (this project)"}
 
@@ -66,21 +73,62 @@ def open_run(folder: str | Path) -> Run:
     for file in files:
         stages.append({})
         has_started = False
+        wrong: list[str] = []
         for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):
             try:
                 values = json.loads(line)
-                if "start" in values:
-                    start, has_started = values["start"], True
-                    continue
-                iteration = int(values["iteration"])
-            except (ValueError, TypeError, KeyError):
+                is_line = "start" in values or "iteration" in values
+            except (ValueError, TypeError, RecursionError):
+                is_line = False
+            if not (is_line and isinstance(values, dict)):
                 notes.append(f"{file.name}: line {number} is torn and was left out")
                 continue
-            stages[-1][iteration] = values
+            if "start" in values:
+                start, has_started = _start(values["start"], f"{file}: line {number}"), True
+                continue
+            if reason := _why_wrong(values):
+                wrong.append(f"in line {number} {reason}")
+                continue
+            stages[-1][values["iteration"]] = values
             if has_started:
-                first.add(iteration)
+                first.add(values["iteration"])
             has_started = False
+        if wrong:
+            notes.append(f"{file.name}: {len(wrong)} lines cannot be and were left out: {wrong[0]}")
     return Run(recording, start, tuple(stages), frozenset(first), tuple(notes))
+
+
+def _start(start: Any, where: str) -> dict[str, Any]:
+    """Return what a start of the job told.
+
+    Raises:
+        ValueError: it is no such record.
+    """
+    told = start if isinstance(start, dict) else {"moe-parallel": None}
+    nodes = told.get("nodes", 1)
+    is_known = str(told.get("moe-parallel", "fssdp")) in TITLES
+    is_count = type(nodes) is int and nodes > 0
+    if not (is_known and is_count and isinstance(told.get("flags", {}), dict)):
+        raise ValueError(
+            f"{where}: 'start' is {start!r}; it must have moe-parallel (ep or fssdp), flags (a "
+            "mapping) and nodes (1 or more), as --fssdp-record-trace writes it"
+        )
+    return told
+
+
+def _why_wrong(values: Mapping[str, Any]) -> str | None:
+    """Say what of an iteration's figures cannot be; None: all can."""
+    iteration = values["iteration"]
+    time_ms: Any = values.get("time-ms")
+    if type(iteration) is not int or iteration < 0:
+        return f"iteration is {iteration!r}, no whole number of at least 0"
+    if type(time_ms) not in (int, float) or not 0 < time_ms <= MOST:
+        return f"time-ms is {time_ms!r}, no finite number above 0"
+    for name in FIGURES:
+        value = values.get(name, 0)
+        if type(value) not in (int, float) or not 0 <= value <= MOST:
+            return f"{name} is {value!r}, no finite number of at least 0"
+    return None
 
 
 def measured(folders: Sequence[str | Path]) -> Result:
@@ -99,9 +147,12 @@ def measured(folders: Sequence[str | Path]) -> Result:
         raise ValueError(f"the runs differ in (layers, ranks, experts): {shapes}")
     timed = [set(r.recording.iterations).intersection(*r.stages) for r in runs]
     common = sorted(set.intersection(*timed))
-    if not common:
-        raise ValueError(f"{', '.join(map(str, folders))}: no iteration that all of them finished")
     notes = [note for run in runs for note in run.notes]
+    if not common:
+        told = "".join(f"; {note}" for note in notes)
+        raise ValueError(
+            f"{', '.join(map(str, folders))}: no iteration that all of them finished{told}"
+        )
     starts = frozenset.union(*(run.first for run in runs)) & set(common)
     if len(starts) < len(common):
         common = [iteration for iteration in common if iteration not in starts]
@@ -125,14 +176,13 @@ def measured(folders: Sequence[str | Path]) -> Result:
             else replace(system, name=Path(folder).name, title=Path(folder).name)
         )
         owners.append(owner)
-    facts = _facts(Path(folders[0]))
     return Result(
         source="measured",
         model=" and ".join(Path(folder).name for folder in folders),
         cluster=f"{shapes[0][1]} expert-parallel ranks",
         trace=" and ".join(str(folder) for folder in folders),
-        num_ranks=int(facts.get("GPUS", shapes[0][1])),
-        num_nodes=int(runs[0].start.get("nodes", 1)),
+        num_ranks=_read_gpus(Path(folders[0]), shapes[0][1]),
+        num_nodes=runs[0].start.get("nodes", 1),
         iterations=np.array(common, dtype=np.int64),
         layers=_layer_numbers(runs[0].recording),
         owner_straggler_IL=owners[0][0],
@@ -143,12 +193,14 @@ def measured(folders: Sequence[str | Path]) -> Result:
     )
 
 
-def _facts(folder: Path) -> dict[str, Any]:
-    import yaml
-
+def _read_gpus(folder: Path, num_ranks: int) -> int:
+    """Return the GPUs that a run's model.yaml tells; if it tells none, the ranks of its loads."""
     path = folder / "model.yaml"
-    values = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return values if isinstance(values, dict) else {}
+    values = read_yaml(path) if path.exists() else {}
+    gpus = values.get("GPUS", num_ranks) if isinstance(values, dict) else num_ranks
+    if type(gpus) is not int or gpus < 1:
+        raise ValueError(f"{path}: GPUS is {gpus!r}; use a whole number of at least 1")
+    return gpus
 
 
 def _layer_numbers(recording: Recording) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -171,6 +223,8 @@ def _system(
     place = {iteration: at for at, iteration in enumerate(run.recording.iterations)}
     records = [run.recording.read(place[iteration]) for iteration in iterations]
     loads_ILR = np.stack([record.loads_LR for record in records]).astype(np.float64)
+    if not loads_ILR.any():
+        raise ValueError(f"{run.recording.folder} counts no token in any iteration; record another")
     owned_ILR = np.stack(
         [owned_loads(record.counts_LRE.astype(np.int64)) for record in records]
     ).astype(np.float64)

@@ -35,9 +35,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_fssdp.planning.files import reading
+from megatron_fssdp.presets.files import read_preset
+from megatron_fssdp.presets.sizes import count_parameters
+
 VERSION = 2
 # Counts are kept in 4 bytes.
 MOST = 2**31 - 1
+MOST_STAGES = 4096
 MAGIC = b"FSSDP\x00TR"
 FRAME = np.dtype(
     [("magic", "S8"), ("iteration", "<i4"), ("num_bytes", "<u4"), ("crc32", "<u4")], align=False
@@ -88,12 +93,15 @@ class Stage:
         """Return an iteration's numbers.
 
         Raises:
-            ValueError: they are not as many as the header tells.
+            ValueError: they are not as many as the header tells, some are negative, or it is
+                damaged.
         """
         start, num_bytes = self.frames[iteration]
-        with self.path.open("rb") as file:
+        with reading(self.path), self.path.open("rb") as file:
             file.seek(start)
             planes = np.frombuffer(zlib.decompress(file.read(num_bytes)), dtype=np.uint8)
+            if len(planes) % 4:
+                raise ValueError(f"iteration {iteration} has {len(planes)} bytes, not 4 a number")
         values = np.ascontiguousarray(planes.reshape(4, -1).T).view("<i4").ravel()
         # Of each layer its counts, loads, replicas and kilobytes.
         expected = sum(ranks * experts + ranks + 2 for ranks, experts in self.layers)
@@ -101,6 +109,11 @@ class Stage:
             raise ValueError(
                 f"{self.path}: iteration {iteration} has {len(values)} numbers, and its header "
                 f"tells of {expected}; the two are of different runs"
+            )
+        if values.min() < 0:
+            raise ValueError(
+                f"{self.path}: iteration {iteration} has the count {values.min()}; counts are 0 or "
+                "more: another program wrote it, record it again"
             )
         return values
 
@@ -256,21 +269,22 @@ def _is_header(header: dict[str, Any]) -> bool:
     sizes = [size for pair in layers if isinstance(pair, list) for size in pair]
     are_pairs = all(isinstance(pair, list) and len(pair) == 2 for pair in layers)
     are_whole = all(type(each) is int for each in (*sizes, *numbers, header.get("stages")))
-    return are_pairs and are_whole and len(numbers) == len(layers) and min(sizes, default=1) > 0
+    is_like = are_pairs and are_whole and len(numbers) == len(layers)
+    return is_like and min(sizes, default=0) > 0 and 0 < header["stages"] <= MOST_STAGES
 
 
 def _open_stage(header_path: Path) -> Stage:
     try:
         header = json.loads(header_path.read_text(encoding="utf-8"))
         version = header.get("version")
-    except (json.JSONDecodeError, AttributeError):
+    except (ValueError, RecursionError, AttributeError):
         raise ValueError(f"{header_path} is no header of a trace: no JSON object") from None
     if version != VERSION:
         raise ValueError(f"{header_path} has format {version}; this reads {VERSION}")
     if not _is_header(header):
         raise ValueError(
-            f"{header_path} is damaged: 'layers' must be pairs of ranks and experts, 'numbers' as "
-            "many whole numbers, 'stages' one"
+            f"{header_path} is damaged: 'layers' must be pairs of ranks and experts, one or more, "
+            f"'numbers' as many whole numbers, 'stages' one from 1 to {MOST_STAGES}"
         )
     path = header_path.with_suffix(".bin")
     if not path.exists():
@@ -286,11 +300,41 @@ def _open_stage(header_path: Path) -> Stage:
     )
 
 
+def _check_stages(folder: Path, stages: Sequence[Stage]) -> None:
+    """Refuse a folder that lacks a pipeline stage's file, or has a layer twice.
+
+    A stage without MoE layers writes none: then the run's model.yaml tells as many layers.
+    """
+    numbers = [number for stage in stages for number in stage.numbers if number]
+    twice = sorted({number for number in numbers if numbers.count(number) > 1})
+    if twice:
+        raise ValueError(f"{folder} mixes runs: layers {twice} are there twice; use one a run")
+    there = {stage.path.stem.removeprefix("trace-stage") for stage in stages}
+    missing = [stage for stage in range(stages[0].num_stages) if str(stage) not in there]
+    if missing and sum(len(stage.layers) for stage in stages) != _count_moe_layers(folder):
+        raise ValueError(
+            f"{folder} has {len(stages)} of the run's {stages[0].num_stages} pipeline stages: "
+            f"trace-stageP.* are missing for P = {', '.join(map(str, missing))}. Copy them here; "
+            "if those stages have no MoE layers, copy the run's model.yaml, which tells"
+        )
+
+
+def _count_moe_layers(folder: Path) -> int | None:
+    """Return how many MoE layers the model.yaml of a run tells; None: there is none."""
+    path = folder / "model.yaml"
+    if not path.is_file():
+        return None
+    with reading(path):
+        args = read_preset(str(path)).args
+        return sum(count_parameters(args).is_moe_L) + int(args.get("--mtp-num-layers", 0))
+
+
 def open_recording(folder: str | Path) -> Recording:
     """Open a folder that a run wrote; the iterations that all its stages finished.
 
     Raises:
-        ValueError: if there is no readable trace, or its layers differ in R or E.
+        ValueError: if there is no readable trace, its layers differ in R or E or are there twice,
+            or a pipeline stage is missing.
     """
     headers = sorted(Path(folder).glob("trace-stage*.json"))
     if not headers:
@@ -301,6 +345,7 @@ def open_recording(folder: str | Path) -> Recording:
     counts = sorted({stage.num_stages for stage in stages})
     if len(counts) != 1:
         raise ValueError(f"{folder} mixes runs of {counts} pipeline stages; use one folder a run")
+    _check_stages(Path(folder), stages)
     shapes = sorted({shape for stage in stages for shape in stage.layers})
     if len(shapes) != 1:
         raise ValueError(f"{folder}: layers differ in (ranks, experts): {shapes}")

@@ -110,7 +110,8 @@ def open_trace(
         num_experts: E, where the file names chosen experts only (default: the highest, plus one).
 
     Raises:
-        ValueError: if nothing of it can be read; the message says what was expected.
+        ValueError: if nothing of it can be read, or it counts no token; the message says what was
+            expected.
     """
     path = Path(path)
     if not path.exists():
@@ -129,6 +130,9 @@ def open_trace(
     else:
         counts_ILRE, notes = importers.read_foreign(path, num_ranks or 1, num_experts)
         trace = Trace.of(counts_ILRE, str(path), tuple(notes))
+    # Ends at the first iteration that has some.
+    if not any(trace.counts(position).any() for position in range(trace.num_iterations)):
+        raise ValueError(f"{path} counts no token in any iteration; record or make another")
     return trace if num_ranks is None else trace.with_ranks(num_ranks)
 
 
@@ -148,7 +152,7 @@ def write_trace(trace: Trace, folder: str | Path) -> None:
     """Write a trace in the recorded format, as plain EP would have recorded it.
 
     Raises:
-        ValueError: if there is a trace already.
+        ValueError: if there is a trace already, or a count is too large. Then nothing is left.
     """
     folder = Path(folder)
     if any(folder.glob("trace-stage*")):
@@ -156,8 +160,15 @@ def write_trace(trace: Trace, folder: str | Path) -> None:
     shapes = [(trace.num_ranks, trace.num_experts)] * trace.num_layers
     writer = TraceWriter(folder, 0, 1, shapes, range(1, trace.num_layers + 1))
     nothing = [0] * trace.num_layers
-    for position, iteration in enumerate(trace.iterations):
-        counts_LRE = trace.counts(position)
-        loads_LR = owned_loads(counts_LRE)
-        writer.append(iteration, list(counts_LRE), list(loads_LR), nothing, nothing)
-    writer.close()
+    try:
+        for position, iteration in enumerate(trace.iterations):
+            counts_LRE = trace.counts(position)
+            loads_LR = owned_loads(counts_LRE)
+            writer.append(iteration, list(counts_LRE), list(loads_LR), nothing, nothing)
+    except ValueError:
+        # Half a trace would read as a whole one.
+        for path in folder.glob("trace-stage0.*"):
+            path.unlink()
+        raise
+    finally:
+        writer.close()

@@ -57,6 +57,7 @@ def run(request: Request, console: Console) -> Result:
         iterations=request.iterations,
         global_batch=request.global_batch,
     )
+    options, timelines = _options(request, job), _timelines(request, trace)
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -75,9 +76,9 @@ def run(request: Request, console: Console) -> Result:
             cluster,
             trace,
             request.systems,
-            options=_options(request, job),
+            options=options,
             num_iterations=_iterations(request, trace),
-            timelines=_timelines(request, trace),
+            timelines=timelines,
             trace_name=request.trace,
             progress=advance,
         )
@@ -100,10 +101,20 @@ def _options(request: Request, job: Job) -> Options:
 
 
 def _timelines(request: Request, trace: Trace) -> tuple[int, ...]:
-    """Which iterations' events to keep: the one asked for, or the first that counts."""
+    """Which iterations' events to keep: the one asked for, or the first that counts.
+
+    Raises:
+        ValueError: the one asked for is not simulated.
+    """
+    start = min(WARM_UP, trace.num_iterations - 1)
     if request.timeline is None:
-        first = trace.iterations[min(WARM_UP, trace.num_iterations - 1)]
-        return (first,) if request.keeps_events else ()
+        return (trace.iterations[start],) if request.keeps_events else ()
+    counted = trace.iterations[start : start + (_iterations(request, trace) or 0)]
+    if request.timeline not in counted:
+        raise ValueError(
+            f"--timeline {request.timeline} is not simulated; use one of the trace's iterations "
+            f"that are: {counted[0]} to {counted[-1]}"
+        )
     return (request.timeline,)
 
 
@@ -181,6 +192,22 @@ def _row(
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f}" if seconds < 10 else f"{1e3 * seconds:,.0f}"
+
+
+def check_outputs(paths: Sequence[Path | None]) -> None:
+    """Refuse files that could not be written, before work for them starts.
+
+    Raises:
+        ValueError: one is a folder, in no folder or given twice.
+    """
+    given = [path for path in paths if path is not None]
+    for path in given:
+        if not path.parent.is_dir():
+            raise ValueError(f"there is no folder {path.parent} to write {path.name} to")
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder; give the name of a file to write")
+        if [each.resolve() for each in given].count(path.resolve()) > 1:
+            raise ValueError(f"{path} is to be written twice; give each output a file of its own")
 
 
 def write_files(

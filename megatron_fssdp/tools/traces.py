@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from megatron_fssdp.planning.files import reading
 from megatron_fssdp.presets.files import find_file
 from megatron_fssdp.simulation import importers, spread
 from megatron_fssdp.simulation.cluster import Cluster, load_cluster
@@ -39,7 +40,8 @@ def open_any(path: Path, num_ranks: int | None = None, num_experts: int | None =
     if not files:
         return open_trace(path, num_ranks, num_experts)
     tables = [_load(file) for file in files]
-    counts_ILRE, notes = importers.from_dumps(tables, str(path), num_ranks or 1)
+    with reading(path):
+        counts_ILRE, notes = importers.from_dumps(tables, str(path), num_ranks or 1)
     return Trace.of(counts_ILRE, str(path), tuple(notes))
 
 
@@ -60,7 +62,8 @@ def open_job(
     machine = load_cluster(find_file("clusters", cluster))
     num_ranks = None if nodes is None else nodes * machine.ranks_per_node
     changes = {} if global_batch is None else {"--global-batch-size": global_batch}
-    job = read_job(model, num_ranks, changes)
+    with reading(model):
+        job = read_job(model, num_ranks, changes)
     return job, machine, open_loads(trace, job, iterations)
 
 
@@ -104,7 +107,11 @@ def _load(file: Path) -> Any:
         # Data only: a file from elsewhere must not run code.
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise ValueError(f"{file} cannot be read: {error}") from None
+        # torch's own message is advice to run what the file holds.
+        raise ValueError(
+            f"{file} cannot be read ({type(error).__name__}): it is damaged, or has more than "
+            "tensors, numbers, words, lists and mappings; write those with torch.save, or JSON"
+        ) from None
 
 
 def show_info(trace: Trace, console: Console) -> None:

@@ -69,7 +69,15 @@ def test_domains_jump_between_calm_stretches() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"topk": 33}, "top-33 of 32"), ({"tokens": 0}, "tokens is 0"), ({"skew": -1.0}, "use 0 to")],
+    [
+        ({"topk": 33}, "top-33 of 32"),
+        ({"tokens": 0}, "tokens is 0"),
+        ({"skew": -1.0}, "use 0 to"),
+        # They ended in a traceback, or not at all.
+        ({"tokens": 10**20}, "use 1 to 2147483647"),
+        ({"num_ranks": 1000, "num_experts": 100_000}, "num_ranks x num_experts is 100000000; use"),
+        ({"num_iterations": 10**8}, "num_iterations x num_layers x num_experts is 3200000000; use"),
+    ],
 )
 def test_impossible_shapes_are_refused(changes: dict, message: str) -> None:
     values = {"num_iterations": 1, "num_layers": 1, "num_ranks": 1, "num_experts": 32}

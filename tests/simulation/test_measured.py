@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from megatron_fssdp.cli import app
+from megatron_fssdp.presets.files import find_file
 from megatron_fssdp.simulation import measured as module
 from megatron_fssdp.simulation.measured import measured
 from megatron_fssdp.simulation.recording import TraceWriter
@@ -77,6 +83,103 @@ def test_torn_lines_are_told(tmp_path: Path) -> None:
     assert "iterations-stage1.jsonl: line 7 is torn and was left out" in result.notes
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("time-ms", None, "time-ms is None, no finite number above 0"),
+        ("time-ms", 0, "time-ms is 0, no finite"),
+        ("time-ms", -5.0, "time-ms is -5.0, no finite"),
+        ("time-ms", math.nan, "time-ms is nan, no finite"),
+        ("time-ms", math.inf, "time-ms is inf, no finite"),
+        ("time-ms", True, "time-ms is True, no finite"),
+        ("time-ms", [1], "time-ms is [1], no finite"),
+        ("time-ms", "abc", "time-ms is 'abc', no finite"),
+        ("moved-experts", 1e300, "moved-experts is 1e+300, no finite"),
+        ("copied-inside-nodes-mb", math.nan, "copied-inside-nodes-mb is nan, no finite"),
+        ("iteration", math.inf, "iteration is inf, no whole number of at least 0"),
+        ("iteration", "3", "iteration is '3', no whole"),
+    ],
+)
+def test_figures_that_cannot_be_are_left_out_and_told(
+    tmp_path: Path, name: str, value: Any, told: str
+) -> None:
+    """They were averaged, or ended in a traceback."""
+    path = write_run(tmp_path, "ep", 100) / "iterations-stage0.jsonl"
+    lines = path.read_text().splitlines()
+    lines[4] = json.dumps({**json.loads(lines[4]), name: value})
+    path.write_text("\n".join(lines))
+    result = measured([tmp_path])
+    assert result.iterations.tolist() == [1, 2, 4, 5]
+    (note,) = [note for note in result.notes if "cannot be and were left out" in note]
+    assert note.startswith("iterations-stage0.jsonl: 1 lines cannot be")
+    assert f"in line 5 {told}" in note
+
+
+@pytest.mark.parametrize(
+    "start",
+    [5, None, {"flags": [1]}, {"nodes": "two"}, {"nodes": -3}, {"moe-parallel": "<b>"}],
+)
+def test_a_start_that_cannot_be_is_refused(tmp_path: Path, start: Any) -> None:
+    path = write_run(tmp_path, "ep", 100) / "iterations-stage0.jsonl"
+    path.write_text(json.dumps({"start": start}) + "\n" + path.read_text())
+    with pytest.raises(ValueError, match=r"iterations-stage0\.jsonl: line 1: 'start' is"):
+        measured([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (b"GPUS: abc", "GPUS is 'abc'; use a whole number"),
+        (b"GPUS: -4", "GPUS is -4; use a whole number"),
+        (b"GPUS:", "GPUS is None; use a whole number"),
+        (b"a: [", "is no YAML file"),
+        (b"\xff\xfe\x00", "is no YAML file: its byte 0 is no UTF-8 text"),
+    ],
+)
+def test_a_runs_model_file_that_cannot_be_is_named(tmp_path: Path, text: bytes, told: str) -> None:
+    run = write_run(tmp_path, "ep", 100)
+    (run / "model.yaml").write_bytes(text)
+    with pytest.raises(ValueError, match=rf"model\.yaml.*{told}"):
+        measured([run])
+
+
+def test_a_missing_pipeline_stage_is_refused(tmp_path: Path) -> None:
+    """Half of the model was shown as the whole. A stage without MoE layers has no files."""
+    run = write_run(tmp_path, "ep", 100)
+    for path in run.glob("*-stage1.*"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"1 of the run's 2 pipeline stages.* missing for P = 1"):
+        measured([run])
+    values = yaml.safe_load(find_file("models", "gpt_moe_s").read_text())
+    for freq, layers in (("[1]+[0]*11", 1), ("[1]*2+[0]*10", 2)):
+        values["MODEL_ARGS"]["--moe-layer-freq"] = freq
+        (run / "model.yaml").write_text(yaml.safe_dump(values))
+        if layers == 1:
+            assert measured([run]).layers.tolist() == [3]
+        else:
+            with pytest.raises(ValueError, match="missing for P = 1"):
+                measured([run])
+
+
+def test_a_layer_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "ep", 100)
+    header = run / "trace-stage1.json"
+    header.write_text(header.read_text().replace('"numbers": [4]', '"numbers": [3]'))
+    with pytest.raises(ValueError, match=r"layers \[3\] are there twice"):
+        measured([run])
+
+
+def test_a_full_disk_under_the_summary_is_told(tmp_path: Path) -> None:
+    """The summary was printed outside of what shows errors as sentences."""
+    run = write_run(tmp_path, "ep", 100)
+    command = [sys.executable, "-c", "from megatron_fssdp.cli import main; main()", "report", run]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert "fssdp report: [Errno 28]" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_long_runs_are_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_ITERATIONS", 2)
     result = measured([write_run(tmp_path, "ep", 100)])
@@ -133,3 +236,4 @@ def test_the_commands_of_traces(tmp_path: Path) -> None:
     dump.write_bytes(b"no")
     code, output = fssdp("import", dump, tmp_path / "y")
     assert (code, "cannot be read" in output) == (2, True)
+    assert "weights_only" not in output, "torch advises to run what the file holds"

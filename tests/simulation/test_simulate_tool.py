@@ -81,6 +81,9 @@ def test_a_recorded_trace_is_read(tmp_path) -> None:
         ("--trace zipf:1 --global-batch=-16", "Invalid value for '--global-batch'"),
         ("--trace zipf:1 --nodes 0", "Invalid value for '--nodes'"),
         ("--trace zipf:1 --iterations=-3", "Invalid value for '--iterations'"),
+        ("--trace zipf:1 --json .", ". is a folder; give the name of a file to write"),
+        ("--trace zipf:1 --json a.x --html ./a.x", "a.x is to be written twice"),
+        ("--trace zipf:1 --timeline 999", "--timeline 999 is not simulated; use one of the"),
     ],
 )
 def test_wrong_words_are_told_in_a_sentence(words, message) -> None:
@@ -108,6 +111,27 @@ def test_wrong_words_are_told_in_a_sentence(words, message) -> None:
             "bytes_per_s: 1e9\n    colour: 3",
             "topology.intra_node.colour is unknown; use bytes_per_s, latency_s",
         ),
+        (
+            "group_floor_s: 5.0e-6",
+            "group_flor_s: 5.0e-6",
+            "compute.group_flor_s is unknown; use flops_per_s, group_floor_s, rate_by_rows",
+        ),
+        (
+            "group_floor_s: 5.0e-6",
+            "cores_copy: 'false'",
+            "compute.cores_copy is 'false'; use true or false",
+        ),
+        (
+            "group_floor_s: 5.0e-6",
+            "has_fused_kernels: 1",
+            "compute.has_fused_kernels is 1; use true or false",
+        ),
+        (
+            "adapters_per_node: 1",
+            "adapters_per_node: 9",
+            "topology.adapters_per_node is 9, more than the 8 ranks of a node",
+        ),
+        ("gpu:", "gpu: []\nother:", "gpu is []; use a mapping"),
     ],
 )
 def test_a_cluster_file_that_cannot_be_is_named_with_its_key(tmp_path, old, new, message) -> None:
@@ -119,6 +143,38 @@ def test_a_cluster_file_that_cannot_be_is_named_with_its_key(tmp_path, old, new,
     # A long path is one word.
     assert f"fssdp simulate: {path}" in output
     assert message in " ".join(output.split())
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value", "message"),
+    [
+        ("MODEL_ARGS", "--moe-router-topk", 65, "--moe-router-topk is 65, and --num-experts 64"),
+        ("MODEL_ARGS", "--moe-layer-freq", 0, "--moe-layer-freq is 0; use a whole number"),
+        ("MODEL_ARGS", "--moe-layer-freq", "[0,1", "--moe-layer-freq is [0,1; use a whole"),
+        ("MODEL_ARGS", "--moe-layer-freq", "[0]*12", "zeros and ones, not all zero"),
+        ("MODEL_ARGS", "--moe-layer-freq", "[0]*99999999999", "a list of 12 zeros and ones"),
+        ("MODEL_ARGS", "--moe-layer-freq", [1, 2] * 6, "a list of 12 zeros and ones"),
+        ("LAYOUTS", 0, {}, "LAYOUTS is no mapping from numbers of nodes, of at least 1, to flags"),
+    ],
+)
+def test_a_model_file_that_cannot_be_is_named(tmp_path, part, key, value, message) -> None:
+    """A 65th of 64 experts was simulated; the others ended in tracebacks."""
+    values = yaml.safe_load(find_file("models", "gpt_moe_s").read_text())
+    values[part][key] = value
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(values))
+    output = run(f"simulate --model {path} --cluster a100_hgx --trace zipf:1", code=2)
+    assert f"fssdp simulate: {path}: " in output
+    assert message in " ".join(output.split())
+
+
+def test_brackets_of_names_are_printed_as_they_are(tmp_path) -> None:
+    """Rich took `[/b]` for markup and ended in a traceback, and dropped `[bold]`."""
+    folder = tmp_path / "a[/b][bold]:smile:"
+    run(f"trace generate {folder} --iterations 2")
+    assert "a[/b][bold]:smile:: 2 iterations" in run(f"trace info {folder}")
+    output = run(f"{COMMAND} --trace {folder} --systems ep")
+    assert "a[/b][bold]:smile:" in "".join(output.split())
 
 
 def test_a_model_file_that_is_no_yaml_is_named(tmp_path) -> None:

@@ -134,7 +134,9 @@ def test_bad_folders_and_files_say_what_is_expected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="format 99; this reads 2"):
         open_trace(tmp_path)
     whole = '{"version": 2, "stages": 1, "layers": [[1, -4]], "numbers": [1]}'
-    for header in ('{"version": 2}', whole, whole.replace("[[1, -4]]", "[[1]]")):
+    many = whole.replace("-4", "4").replace('"stages": 1', '"stages": 1000000000000')
+    none = '{"version": 2, "stages": 1, "layers": [], "numbers": []}'
+    for header in ('{"version": 2}', whole, whole.replace("[[1, -4]]", "[[1]]"), many, none):
         (tmp_path / "trace-stage0.json").write_text(header)
         with pytest.raises(ValueError, match="is damaged: 'layers' must be pairs"):
             open_trace(tmp_path)
@@ -156,6 +158,93 @@ def test_counts_that_the_format_cannot_hold_are_refused(tmp_path: Path) -> None:
     assert open_trace(tmp_path / "most").counts(0).sum() == 2**31 - 2
     with pytest.raises(ValueError, match="a count of 4294967292 tokens; the format holds at most"):
         write_trace(Trace.of(2 * most, "made"), tmp_path / "more")
+    # Half a trace was left, and read as a whole one.
+    assert list((tmp_path / "more").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("count", "told"), [(-5, "has the count -5; counts are 0 or"), (0, "counts no token in any")]
+)
+def test_negative_and_empty_recordings_are_refused(tmp_path: Path, count: int, told: str) -> None:
+    """They were simulated, as perfectly balanced."""
+    writer = TraceWriter(tmp_path, 0, 1, [(2, 4)], [1])
+    for iteration in range(3):
+        counts = np.full((2, 4), count)
+        writer.append(iteration, [counts], [np.full(2, count)], [0], [0])
+    writer.close()
+    with pytest.raises(ValueError, match=told):
+        open_trace(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("payload", "told"),
+    [(b"no zlib", "cannot be read: it is damaged"), (zlib.compress(b"abc"), "has 3 bytes")],
+)
+def test_frames_that_are_no_numbers_name_the_file(
+    recorded: Path, payload: bytes, told: str
+) -> None:
+    frame = np.array([(b"FSSDP\x00TR", 0, len(payload), zlib.crc32(payload, 0))], dtype=FRAME)
+    (recorded / "trace-stage0.bin").write_bytes(frame.tobytes() + payload)
+    with pytest.raises(ValueError, match=rf"trace-stage0\.bin.*{told}"):
+        open_trace(recorded)
+
+
+EPLB = {"expert_load_window": [[[1, 2]]], "physical_to_logical_map": [[0, 1]]}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("a.json", {"logical_count": [[1, -5]]}, "logical_count has -5; use whole numbers of at"),
+        ("a.json", {"logical_count": [[1.7, 2]]}, "logical_count has 1.7; use whole"),
+        ("a.json", {"logical_count": [[float("nan"), 2]]}, "logical_count has nan; use whole"),
+        ("a.json", {"logical_count": [[1e30, 2]]}, r"logical_count has 1e\+30; use whole"),
+        ("a.json", {"logical_count": [[1, 2], [3]]}, "rows of logical_count differ in length"),
+        ("a.json", {"logical_count": [["x", "y"]]}, "values that are no numbers"),
+        ("a.json", {"logical_count": []}, r"logical_count is \(0,\); use \(steps, layers, exp"),
+        ("a.json", {**EPLB, "physical_to_logical_map": [[-1, 0]]}, "logical_map has -1; use"),
+        ("a.json", {**EPLB, "physical_to_logical_map": [[10**9, 0]]}, "experts up to 1000000000"),
+        ("a.json", {**EPLB, "physical_to_logical_map": [[0]]}, r"is \(1, 1\) with experts"),
+        ("a.json", {"expert_load_window": [[[1]]]}, "it lacks 'physical_to_logical_map'"),
+        ("a.json", {"records": []}, "records are none, or differ"),
+        ("a.json", {"records": 5}, "a part of it is of another kind than expected"),
+        ("a.json", {"routed_experts": [[[9]]]}, "a token chose expert 9, and 8 experts are"),
+        ("a.json", {"routed_experts": [5]}, r"routed_experts is \(1,\); use \(tokens, layers"),
+        ("a.npz", -np.ones((1, 1, 2)), "counts has -1.0; use whole"),
+        ("a.npz", np.full((1, 1, 2), 0.9), "counts has 0.9; use whole"),
+        ("a.npz", np.zeros((1, 1, 1, 2)), "counts no token in any iteration"),
+        ("a.npz", np.array([{}]), "counts is no array of numbers"),
+        ("a.csv", b"iteration,layer,expert,tokens\n0,0,999999999,5\n", "counts; use 1 to"),
+        ("a.csv", b"\xff\xfe", "its byte 0 is no UTF-8 text"),
+        ("a.csv", b"iteration,layer,expert,tokens\n0,0,0,99999999999999999999\n", "has no row"),
+        ("a.json", "[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_imports_of_what_cannot_be_name_the_file(
+    tmp_path: Path, name: str, value: Any, told: str
+) -> None:
+    """Negative and cut-off counts were imported; others ended in tracebacks or without a file."""
+    path = tmp_path / name
+    if name.endswith(".npz"):
+        np.savez(path, counts=value)
+    elif isinstance(value, bytes):
+        path.write_bytes(value)
+    else:
+        path.write_text(value if isinstance(value, str) else json.dumps(value))
+    with pytest.raises(ValueError, match=told) as error:
+        open_trace(path, num_experts=8)
+    assert str(error.value).startswith(str(path))
+
+
+def test_a_row_far_away_takes_no_memory(tmp_path: Path) -> None:
+    """10^9 iterations were filled in."""
+    lines = ["iteration,layer,expert,tokens", "1000000000,3,0,5", "1000000000,7,1,6"]
+    (tmp_path / "a.csv").write_text("\n".join(lines))
+    trace = open_trace(tmp_path / "a.csv")
+    assert all_counts(trace).tolist() == [[[[5, 0]], [[0, 6]]]]
+    assert "a.csv: no row names some layers up to 7: left out" in trace.notes
+    with pytest.raises(ValueError, match="fewer iterations or ranks"):
+        open_trace(tmp_path / "a.csv", num_ranks=10**9)
 
 
 def test_npz_and_csv(tmp_path: Path) -> None:
