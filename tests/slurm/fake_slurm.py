@@ -124,11 +124,18 @@ def srun(words: list[str]) -> int:
 
 def wait(tasks: list[subprocess.Popen[str]]) -> int:
     """Wait for all; with --kill-on-bad-exit, which every step here has, a failure ends them."""
+    failed = 0
     while any(task.poll() is None for task in tasks):
-        if any(task.poll() for task in tasks):
+        # Of the others' ends by this signal the step does not tell.
+        if not failed and (failed := worst(tasks)):
             signal_step(tasks, signal.SIGKILL)
         time.sleep(0.05)
-    return max(abs(task.returncode) for task in tasks)
+    return failed or worst(tasks)
+
+
+def worst(tasks: list[subprocess.Popen[str]]) -> int:
+    """Return the highest status of those that have ended."""
+    return max(abs(task.poll() or 0) for task in tasks)
 
 
 def signal_step(tasks: list[subprocess.Popen[str]], number: int) -> None:
