@@ -24,6 +24,7 @@ from megatron_fssdp.planning.quotas import balance, rank_loads
 from megatron_fssdp.planning.sharding import shard_evenly, shard_for_replicas
 from megatron_fssdp.planning.topology import Topology
 from megatron_fssdp.simulation.baselines import BASELINES
+from megatron_fssdp.simulation.copies import shard_traffic
 from megatron_fssdp.simulation.loads import SHAPES, domain_series, shape_series, zipf_series
 
 RANKS_PER_NODE = 8
@@ -187,9 +188,8 @@ def _measure(
     far_tokens = tokens_between_nodes(counts_RE, quota_EI, plan, topology)
     far_bytes = far_tokens * token_bytes
     if is_sharded:
-        node_size_M = np.bincount(topology.node_R)
-        far_shards = int((plan.num_ranks - node_size_M[topology.node_R[rank]]).sum())
-        far_bytes += far_shards * SHAPE.replica_bytes // plan.num_ranks
+        is_far_RR = topology.node_R[:, None] != topology.node_R
+        far_bytes += int(shard_traffic(plan, SHAPE.replica_bytes)[is_far_RR].sum())
     else:
         far_bytes += int(is_on_ME.sum()) * SHAPE.replica_bytes
     sent_R = np.bincount(home_E[expert[is_away]], minlength=plan.num_ranks)

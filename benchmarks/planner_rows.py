@@ -43,6 +43,7 @@ from megatron_fssdp.simulation.loads import (
 TRAINING_LOADS = Path(__file__).parent / "data" / "training_loads.npz"
 # What `cost.DRIFT` stands for: the second slot's spares against the first's alone.
 ONE_SPARE_SLOT = PlanSettings(spare_slots=1)
+PLAN_58 = "58 layers, E 256, EP 64, 2 slots: plan [ms]"
 Row = dict[str, Any]
 
 
@@ -174,15 +175,9 @@ def time_rows() -> list[Row]:
     for exponent in (0.5, 1.0, 1.2):
         args = _deepseek_loads(exponent), owner_LE, topology, PlanSettings()
         plan_ms = best_ms(partial(plan_layers, *args), 60)
-        rows.append(
-            {
-                "what": "58 layers, E 256, EP 64, 2 slots: plan [ms]",
-                "planner": f"{OURS}, Zipf {exponent}",
-                "value": f"{plan_ms:.3f}",
-                "ideal": "10",
-                "ms": plan_ms,
-            }
-        )
+        rows.append(_time_row(PLAN_58, f"{OURS}, Zipf {exponent}", plan_ms, "10"))
+    plan_ms = best_ms(partial(plan_layers, load_LE, owner_LE, topology, ONE_SPARE_SLOT), 20)
+    rows.append(_time_row(PLAN_58, f"{OURS}, spares in one slot", plan_ms, "10"))
     for name, spare_tokens in ((OURS, 1), (OURS_FEWEST, None)):
         settings = PlanSettings(spare_tokens=spare_tokens)
         plan_ms = best_ms(partial(plan_layers, load_LE, owner_LE, topology, settings), 60)
@@ -193,33 +188,27 @@ def time_rows() -> list[Row]:
         split_ms = best_ms(partial(_split, counts_RE, quota_EI, plan, nodes), 50)
         messages_ms = best_ms(partial(_all_messages, counts_RE, quota_EI, plan, nodes), 50)
         for what, value, ideal in (
-            ("58 layers, E 256, EP 64, 2 slots: plan [ms]", plan_ms, "10"),
+            (PLAN_58, plan_ms, "10"),
             ("one layer: quotas of all ranks [ms]", balance_ms, "0.3"),
             ("one layer: split of one source [ms]", split_ms, "-"),
             ("the same, and what it receives [ms]", messages_ms, "-"),
             ("one layer: tables, once a plan [ms]", tables_ms, "-"),
         ):
-            rows.append(
-                {
-                    "what": what,
-                    "planner": name,
-                    "value": f"{value:.3f}",
-                    "ideal": ideal,
-                    "ms": value,
-                }
-            )
+            rows.append(_time_row(what, name, value, ideal))
     for name, baseline in BASELINES.items():
         value = best_ms(partial(_plan_some, baseline, load_LE[:4], owner_LE[0], topology), 2)
-        rows.append(
-            {
-                "what": "58 layers, E 256, EP 64, 2 slots: plan [ms]",
-                "planner": name,
-                "value": f"{value * 58 / 4:.1f}",
-                "ideal": "10",
-                "ms": value * 58 / 4,
-            }
-        )
+        rows.append(_time_row(PLAN_58, name, value * 58 / 4, "10", places=1))
     return rows
+
+
+def _time_row(what: str, planner: str, ms: float, ideal: str, places: int = 3) -> Row:
+    return {
+        "what": what,
+        "planner": planner,
+        "value": f"{ms:.{places}f}",
+        "ideal": ideal,
+        "ms": ms,
+    }
 
 
 def _deepseek_loads(exponent: float) -> Int64Array:

@@ -338,7 +338,7 @@ def tune(
     iterations: Annotated[
         int | None,
         typer.Option(
-            min=1, max=1_000_000, help="Iterations that count, after 5 that are only watched."
+            min=1, max=1_000_000, help="Iterations that count, after 5 only watched. Default: all."
         ),
     ] = None,
     global_batch: Annotated[

@@ -83,9 +83,7 @@ def read_yaml(path: str | Path) -> Any:
     with reading(path):
         try:
             return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} is no YAML file: {error}") from None
-        except UnicodeDecodeError as error:
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is no YAML file: {_reason(error)}") from None
 
 

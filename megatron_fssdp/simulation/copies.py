@@ -101,15 +101,14 @@ def replicated(plan: LayerPlan) -> list[tuple[int, Int64Array]]:
     ]
 
 
-def shards_s(plan: LayerPlan, network: Network, num_bytes: int) -> tuple[float, int]:
-    """Return seconds and bytes of restoring experts that every rank holds a shard of (FSEP).
+def shard_traffic(plan: LayerPlan, num_bytes: int) -> Float64Array:
+    """Return the (R, R) bytes of restoring experts that every rank holds a shard of (FSEP).
 
     Each rank receives its experts' other shards from all ranks, and sends its own shards as often
     as experts have instances.
 
     Args:
         plan: which rank restores which expert.
-        network: the links.
         num_bytes: of an expert.
     """
     num_ranks = plan.num_ranks
@@ -117,7 +116,7 @@ def shards_s(plan: LayerPlan, network: Network, num_bytes: int) -> tuple[float, 
     received_R = np.bincount(rank_N, minlength=num_ranks) * (num_bytes / num_ranks)
     bytes_RR = np.tile(received_R, (num_ranks, 1))
     np.fill_diagonal(bytes_RR, 0)
-    return network.exchange_s(bytes_RR), int(bytes_RR.sum())
+    return bytes_RR
 
 
 def far_bytes(bytes_RR: npt.NDArray[Any], network: Network) -> int:

@@ -80,10 +80,10 @@ def calibrate(
     elif not torch.cuda.is_available() or torch.cuda.device_count() > 1:
         links = {"intra_node": _measure_local_link(large_bytes)}
     cores = num_cores()
-    if not torch.cuda.is_available() and len(set(hosts)) == 1 and len(hosts) > cores:
-        compute["shared_cores"] = cores
     sizes = [hosts.count(host) for host in dict.fromkeys(hosts)]
     if not torch.cuda.is_available():
+        if len(sizes) == 1 and len(hosts) > cores:
+            compute["shared_cores"] = cores
         # Where no core is idle those that compute must copy messages.
         compute["cores_copy"] = max(sizes) * torch.get_num_threads() >= cores
     values = {

@@ -109,7 +109,7 @@ def _timelines(request: Request, trace: Trace) -> tuple[int, ...]:
     start = min(WARM_UP, trace.num_iterations - 1)
     if request.timeline is None:
         return (trace.iterations[start],) if request.keeps_events else ()
-    counted = trace.iterations[start : start + (_iterations(request, trace) or 0)]
+    counted = trace.iterations[start : start + _iterations(request, trace)]
     if request.timeline not in counted:
         raise ValueError(
             f"--timeline {request.timeline} is not simulated; use one of the trace's iterations "
@@ -118,7 +118,7 @@ def _timelines(request: Request, trace: Trace) -> tuple[int, ...]:
     return (request.timeline,)
 
 
-def _iterations(request: Request, trace: Trace) -> int | None:
+def _iterations(request: Request, trace: Trace) -> int:
     if request.iterations is not None:
         return request.iterations
     return min(trace.num_iterations - min(WARM_UP, trace.num_iterations - 1), DEFAULT_ITERATIONS)

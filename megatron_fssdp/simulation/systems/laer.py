@@ -12,7 +12,7 @@ from megatron_fssdp.planning.plan import Int64Array, LayerPlan
 from megatron_fssdp.planning.predict import LastIteration
 from megatron_fssdp.simulation.baselines import laer
 from megatron_fssdp.simulation.baselines.common import with_replicas
-from megatron_fssdp.simulation.copies import shards_s
+from megatron_fssdp.simulation.copies import far_bytes, shard_traffic
 from megatron_fssdp.simulation.flow import flow_by_locality
 from megatron_fssdp.simulation.layers import Traits
 from megatron_fssdp.simulation.systems.common import Placed
@@ -60,18 +60,16 @@ class Laer(Predicting):
     def _place(self, counts_RE: Int64Array, plan: LayerPlan) -> Placed:
         flow = flow_by_locality(counts_RE, plan, self.topology.node_of_rank, ("node",))
         network, shape = self.costs.network, self.shape
-        fetch_s, fetch_bytes = shards_s(plan, network, shape.expert_bytes)
-        return_s, return_bytes = shards_s(plan, network, shape.num_params * shape.grad_bytes)
-        is_far_RR = network.node_R[:, None] != network.node_R
-        copied = fetch_bytes + return_bytes
+        fetch_RR = shard_traffic(plan, shape.expert_bytes)
+        return_RR = shard_traffic(plan, shape.num_params * shape.grad_bytes)
         ones_R = np.ones(self.num_ranks)
         return Placed(
             flow=flow,
-            fetch_R=fetch_s * ones_R,
-            return_R=return_s * ones_R,
+            fetch_R=network.exchange_s(fetch_RR) * ones_R,
+            return_R=network.exchange_s(return_RR) * ones_R,
             num_replicas=plan.num_replicas,
-            copied_bytes=copied,
-            far_bytes=int(copied * is_far_RR.sum() / max(is_far_RR.size - self.num_ranks, 1)),
+            copied_bytes=int(fetch_RR.sum()) + int(return_RR.sum()),
+            far_bytes=far_bytes(fetch_RR + return_RR, network),
         )
 
     def replica_bytes(self, num_layers: int) -> int:
